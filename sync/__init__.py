@@ -1,0 +1,1 @@
+"""Replay the log into Weights & Biases or MLflow: exactly once, at the original times, verified."""

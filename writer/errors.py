@@ -1,0 +1,71 @@
+"""Every error that llmtrack raises, with what went wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class LlmtrackError(Exception):
+    """Base of every error that llmtrack raises.
+
+    Attributes:
+        hint: The remedy in one sentence, printed by the command line after ``try:``; may be empty.
+    """
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return f"{message}\n  try: {self.hint}" if self.hint else message
+
+
+class UsageError(LlmtrackError, ValueError):
+    """The caller's mistake: a bad run id, a value that is no number, tokens that go backwards. Raised at once."""
+
+
+class FormatError(LlmtrackError):
+    """A file of the log that cannot be read as it should.
+
+    Attributes:
+        path: The file.
+        offset: The first byte that is not as it should be.
+        reason: What is wrong there.
+    """
+
+    def __init__(self, path: Path, reason: str, *, offset: int = 0, hint: str = "") -> None:
+        super().__init__(f"{path}: {reason} (at byte {offset})", hint=hint)
+        self.path = path
+        self.offset = offset
+        self.reason = reason
+
+
+class CorruptSegmentError(FormatError):
+    """A part whose content fails its check; everything intact in it can still be read."""
+
+
+class VersionError(FormatError):
+    """A file written by a newer llmtrack than this one."""
+
+
+class SinkError(LlmtrackError):
+    """A tracker did not take what sync sent.
+
+    Attributes:
+        sink: Name of the sink, e.g. ``mlflow``.
+        run_id: The run that was being replayed; None when it concerns the tracker as a whole.
+    """
+
+    def __init__(self, message: str, *, sink: str, run_id: str | None = None, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.sink = sink
+        self.run_id = run_id
+
+
+class RetryableSinkError(SinkError):
+    """The tracker is down, slow or busy: the same request may succeed later."""
+
+
+class RejectedError(SinkError):
+    """The tracker refused for good (bad credentials, not found, too large): trying again changes nothing."""
