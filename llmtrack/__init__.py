@@ -1,3 +1,43 @@
-"""Offline-first experiment tracking for LLM training: an append-only log, and tools to sync and query it."""
+"""Track LLM pretraining on clusters without internet: a crash-safe log, its sync to trackers, and SQL over it all.
+
+Each name is imported when it is first used, so that ``import llmtrack`` costs a trainer next to nothing.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+__all__ = ["LlmtrackError", "Run", "UsageError", "__version__", "checkpoint_id", "log_eval", "new_run_id", "open_run"]
+
+if TYPE_CHECKING:
+    from llmtrack.writer.checkpoint import checkpoint_id, log_eval
+    from llmtrack.writer.errors import LlmtrackError, UsageError
+    from llmtrack.writer.lineage import new_run_id
+    from llmtrack.writer.run import Run, open_run
+
+    __version__: str
+else:  # hidden from type checkers, which would otherwise take every misspelt name for one of ours
+    from importlib import import_module
+
+    _MODULES = {
+        "LlmtrackError": "llmtrack.writer.errors",
+        "Run": "llmtrack.writer.run",
+        "UsageError": "llmtrack.writer.errors",
+        "checkpoint_id": "llmtrack.writer.checkpoint",
+        "log_eval": "llmtrack.writer.checkpoint",
+        "new_run_id": "llmtrack.writer.lineage",
+        "open_run": "llmtrack.writer.run",
+    }
+
+    def __getattr__(name):
+        if name == "__version__":
+            value = import_module("importlib.metadata").version("llmtrack-log")
+        elif name in _MODULES:
+            value = getattr(import_module(_MODULES[name]), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
