@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from llmtrack.writer.publish import publish, sync_folder
+
+
+def test_a_published_file_is_whole_and_alone(tmp_path: Path) -> None:
+    """The bytes are all there, and no temporary file stays beside them."""
+    data = os.urandom(3_000_001)
+    publish(tmp_path / "metrics-00001.parquet", data)
+    assert (tmp_path / "metrics-00001.parquet").read_bytes() == data
+    assert os.listdir(tmp_path) == ["metrics-00001.parquet"]
+
+
+def test_a_published_file_replaces_one_of_the_same_name(tmp_path: Path) -> None:
+    """Publishing again under a name leaves the newer content."""
+    for data in (b"old", b""):
+        publish(tmp_path / "x", data)
+    assert (tmp_path / "x").read_bytes() == b""
+
+
+def test_others_can_read_what_was_published(tmp_path: Path) -> None:
+    """Permissions are those of any new file, not those of a private temporary one."""
+    before = os.umask(0o022)
+    try:
+        publish(tmp_path / "x", b"1")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o644
+
+
+def test_a_refused_rename_leaves_nothing_behind(tmp_path: Path) -> None:
+    """When the name is taken by a folder, the error is raised and the temporary file is gone."""
+    (tmp_path / "x").mkdir()
+    with pytest.raises(OSError, match="x"):
+        publish(tmp_path / "x", b"1")
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    """Nothing is created where no folder is."""
+    with pytest.raises(FileNotFoundError):
+        publish(tmp_path / "gone" / "x", b"1")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_synced_because_it_is_missing_is_an_error(tmp_path: Path) -> None:
+    """Only a file system without fsync for folders is forgiven."""
+    with pytest.raises(FileNotFoundError):
+        sync_folder(tmp_path / "gone")

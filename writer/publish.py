@@ -1,0 +1,58 @@
+"""The one way in which a whole file appears in a root; nobody else calls rename."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Final
+from uuid import uuid4
+
+# What a file system answers that cannot fsync a folder; it has then nothing to offer that we could wait for.
+_NO_FOLDER_FSYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
+
+
+def publish(path: Path, data: bytes) -> None:
+    """Make a file appear whole, durable and at once, or not at all.
+
+    It is written under a hidden name that ends in ``.tmp``, which no glob for ``*.parquet`` matches, fsynced, renamed,
+    and its folder fsynced. A file that has the name already is replaced as atomically. A process that is killed leaves
+    at most a ``.tmp`` behind.
+
+    Args:
+        path: Where it appears; the folder exists.
+        data: All of its bytes.
+
+    Raises:
+        OSError: The storage refused; nothing appeared and the temporary file is gone.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        # 0o666 less the umask, as any file: mkstemp's 0o600 would hide it from everybody else on shared storage.
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with open(fd, "wb", buffering=0) as file:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(fd)
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable.
+
+    Raises:
+        OSError: The storage failed; a file system without fsync for folders is no failure.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_FSYNC:
+            raise
+    finally:
+        os.close(fd)
