@@ -5,7 +5,7 @@ Each name is imported when it is first used, so that ``import llmtrack`` costs a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __all__ = ["LlmtrackError", "Run", "UsageError", "__version__", "checkpoint_id", "log_eval", "new_run_id", "open_run"]
 
@@ -29,7 +29,7 @@ else:  # hidden from type checkers, which would otherwise take every misspelt na
         "open_run": "llmtrack.writer.run",
     }
 
-    def __getattr__(name):
+    def __getattr__(name: str) -> Any:
         if name == "__version__":
             value = import_module("importlib.metadata").version("llmtrack-log")
         elif name in _MODULES:
@@ -39,5 +39,5 @@ else:  # hidden from type checkers, which would otherwise take every misspelt na
         globals()[name] = value
         return value
 
-    def __dir__():
+    def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
