@@ -28,14 +28,12 @@ def publish(path: Path, data: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
-        # 0o666 less the umask, as any file: mkstemp's 0o600 would hide it from everybody else on shared storage.
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with open(fd, "wb", buffering=0) as file:
+        with temporary.open("xb", buffering=0) as file:  # not mkstemp: nobody else could read its 0o600
             rest = memoryview(data)
             while rest:
                 rest = rest[file.write(rest) :]
-            os.fsync(fd)
-        os.rename(temporary, path)
+            os.fsync(file.fileno())
+        temporary.rename(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -1,3 +1,5 @@
+"""A whole file appears in a root, or none."""
+
 from __future__ import annotations
 
 import os
@@ -14,7 +16,7 @@ def test_a_published_file_is_whole_and_alone(tmp_path: Path) -> None:
     data = os.urandom(3_000_001)
     publish(tmp_path / "metrics-00001.parquet", data)
     assert (tmp_path / "metrics-00001.parquet").read_bytes() == data
-    assert os.listdir(tmp_path) == ["metrics-00001.parquet"]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics-00001.parquet"]
 
 
 def test_a_published_file_replaces_one_of_the_same_name(tmp_path: Path) -> None:
@@ -39,14 +41,14 @@ def test_a_refused_rename_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     with pytest.raises(OSError, match="x"):
         publish(tmp_path / "x", b"1")
-    assert os.listdir(tmp_path) == ["x"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     """Nothing is created where no folder is."""
     with pytest.raises(FileNotFoundError):
         publish(tmp_path / "gone" / "x", b"1")
-    assert os.listdir(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == []
 
 
 def test_a_folder_that_cannot_be_synced_because_it_is_missing_is_an_error(tmp_path: Path) -> None:
