@@ -1,0 +1,64 @@
+# Everything that a developer or CI does, by name. A fresh clone needs Python 3.11 or newer and make; the first call makes
+# .venv and installs into it, later ones start at once. PYTHON=/path/to/python chooses another interpreter.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# By name, because basedpyright and ty do not follow the links in llmtrack/.
+SOURCES := llmtrack/__init__.py llmtrack/__main__.py llmtrack/writer llmtrack/query llmtrack/sync llmtrack/examples \
+	tests benchmarks hatch_build.py
+
+.PHONY: help demo test check lint types imports pytest soak format build clean
+
+help: ## say what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
+
+demo: .venv/.demo ## train a tiny model, kill it, resume it, sync it, and show what was kept
+	$(BIN)/llmtrack demo
+
+test: check pytest ## everything that must hold: check, then the tests
+
+check: lint types imports ## everything that needs no test run
+
+lint: .venv/.dev ## ruff: rules and layout
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: .venv/.dev ## mypy, basedpyright, ty
+	$(BIN)/mypy
+	$(BIN)/basedpyright $(SOURCES)
+	$(BIN)/ty check --error-on-warning $(SOURCES)
+
+imports: .venv/.dev ## import-linter: sync -> query -> writer, and never back
+	$(BIN)/lint-imports --no-logo
+
+pytest: .venv/.dev ## the tests alone, with branch coverage
+	$(BIN)/python -m pytest -m 'not soak' --cov --cov-report=term
+
+soak: .venv/.dev ## the tests that take minutes
+	$(BIN)/python -m pytest -m soak
+
+format: .venv/.dev ## lay out the code, and mend what ruff can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## remove what was built and installed here
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.*
+
+.venv/.made: # no prerequisites: once made, it stays
+	@test -n "$(PYTHON)" || { echo "llmtrack needs Python 3.11 or newer, and found none (tried python3.11 to python3.14," \
+		"python3 and python)."; echo "  try: make PYTHON=/path/to/python3.11"; exit 1; } >&2
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.demo: .venv/.made pyproject.toml
+	@echo "Installing llmtrack and what the demo needs into .venv: a minute or two, once."
+	$(PIP) install --editable '.[demo]'
+	@touch $@
+
+.venv/.dev: .venv/.demo pyproject.toml
+	@echo "Installing the tools of a developer into .venv: a minute, once."
+	$(PIP) install --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,70 @@
+"""How a trainer calls llmtrack, as type checkers see it: checked with the rest, never run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, assert_type
+
+import llmtrack
+
+
+def train(root: Path, saved: dict[str, Any] | None, loss: float) -> None:
+    """Every public call, with what it returns."""
+    run = llmtrack.open_run(
+        root,
+        run_id=llmtrack.new_run_id(),
+        project="pretrain-7b",
+        run_name="third try",
+        config={"width": 4096},
+        recipe={"lr": 3e-4, "schedule": {"warmup": 2000}},
+        checkpoint=saved,
+        on_rollback="continue",
+    )
+    assert_type(run, llmtrack.Run)
+    assert_type(run.run_id, str)
+    assert_type(run.segment, int)
+    assert_type(run.start_step, int)
+    assert_type(run.start_tokens, int)
+    run.log({"train/loss": loss, "train/lr": 3e-4}, step=1, tokens=4096)
+    assert_type(run.meta(step=1, tokens=4096), dict[str, Any])
+    run.checkpoint(root / "step-1", step=1, tokens=4096)
+    run.checkpoint("checkpoints/step-1", step=1, tokens=4096)
+    run.alert("data", "a shard was empty", step=1, tokens=4096)
+    assert_type(run.flush(timeout=10.0), bool)
+    run.finish()
+
+
+def by_context(root: str) -> None:
+    """A run is its own context manager."""
+    with llmtrack.open_run(root) as run:
+        assert_type(run, llmtrack.Run)
+
+
+def evaluate(root: Path, path: Path) -> None:
+    """An evaluator needs a checkpoint's id, and no run."""
+    ckpt_id = llmtrack.checkpoint_id(path, 4096)
+    assert_type(ckpt_id, str)
+    llmtrack.log_eval(
+        root,
+        ckpt_id,
+        "arc_easy",
+        {"acc": 0.61},
+        stderr={"acc": 0.01},
+        harness="lm-eval",
+        harness_version="0.4.9",
+        prompt_hash=None,
+        details=None,
+    )
+
+
+def handle(root: str) -> str:
+    """Every error has a hint, and the caller's mistakes are ValueErrors as well."""
+    try:
+        llmtrack.open_run(root, run_id="not valid")
+    except llmtrack.UsageError as error:
+        assert_type(error.hint, str)
+        value_error: ValueError = error
+        return str(value_error)
+    except llmtrack.LlmtrackError as error:
+        return error.hint
+    return llmtrack.__version__
