@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import llmtrack
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         """Let every place look at itself and what came before it: ``[batch, length, width]`` in and out."""
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
 
 
@@ -101,7 +101,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Add what attention, then the MLP, have to say: ``[batch, length, width]`` in and out."""
         x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))  # type: ignore[no-any-return]
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
@@ -123,7 +123,7 @@ class GPT(nn.Module):
         """Return the mean cross-entropy over ``[batch, context]`` tokens, in nats."""
         x = self.token(inputs) + self.position.weight[: inputs.shape[1]]
         logits = self.norm(self.blocks(x)) @ self.token.weight.T
-        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 # --- schedules: functions of the tokens seen, so that a resumed run needs no state for them -----------------------
@@ -330,6 +330,7 @@ def say(ranks: Ranks, message: str) -> None:
 def train(args: argparse.Namespace) -> None:
     """Train until ``max_tokens``, from the newest checkpoint if there is one."""
     ranks = join_ranks()
+    print(f"rank {ranks.rank} of {ranks.world_size}: pid {os.getpid()}, {ranks.device}", flush=True)
     if args.batch_start % ranks.world_size:
         raise SystemExit(f"--batch-start {args.batch_start} must be a multiple of the {ranks.world_size} ranks")
     args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
