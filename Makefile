@@ -5,6 +5,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+WHEEL_PIP := build/venv/bin/python -m pip --disable-pip-version-check --quiet
 
 # By name, because basedpyright and ty do not follow the links in llmtrack/.
 SOURCES := llmtrack/__init__.py llmtrack/__main__.py llmtrack/writer llmtrack/query llmtrack/sync llmtrack/examples \
@@ -43,6 +44,16 @@ soak: .venv/.dev ## the tests that take minutes
 format: .venv/.dev ## lay out the code, and mend what ruff can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+build: .venv/.dev ## wheel and source archive; then the wheel installed and tested away from this checkout
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m venv build/venv
+	$(WHEEL_PIP) install dist/*.whl
+	build/venv/bin/python tests/packaging/base_install.py
+	$(WHEEL_PIP) install "$$(echo dist/*.whl)[sync]" hypothesis psutil pytest
+	mkdir build/away && cp -R pyproject.toml tests build/away
+	cd build/away && ../venv/bin/python -m pytest tests/unit --ignore-glob='*mlflow*'
 
 clean: ## remove what was built and installed here
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.*

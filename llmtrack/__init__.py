@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 __all__ = ["LlmtrackError", "Run", "UsageError", "__version__", "checkpoint_id", "log_eval", "new_run_id", "open_run"]
 
 if TYPE_CHECKING:
-    from llmtrack.writer.checkpoint import checkpoint_id, log_eval
+    from llmtrack.writer.checkpoint import checkpoint_id
     from llmtrack.writer.errors import LlmtrackError, UsageError
+    from llmtrack.writer.evals import log_eval
     from llmtrack.writer.lineage import new_run_id
     from llmtrack.writer.run import Run, open_run
 
@@ -24,7 +25,7 @@ else:  # hidden from type checkers, which would otherwise take every misspelt na
         "Run": "llmtrack.writer.run",
         "UsageError": "llmtrack.writer.errors",
         "checkpoint_id": "llmtrack.writer.checkpoint",
-        "log_eval": "llmtrack.writer.checkpoint",
+        "log_eval": "llmtrack.writer.evals",
         "new_run_id": "llmtrack.writer.lineage",
         "open_run": "llmtrack.writer.run",
     }
