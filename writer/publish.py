@@ -12,7 +12,7 @@ from uuid import uuid4
 _NO_FOLDER_FSYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 
 
-def publish(path: Path, data: bytes) -> None:
+def publish(path: Path, data: bytes | memoryview) -> None:
     """Make a file appear whole, durable and at once, or not at all.
 
     It is written under a hidden name that ends in ``.tmp``, which no glob for ``*.parquet`` matches, fsynced, renamed,

@@ -1,0 +1,199 @@
+"""One table of one segment on storage that fails: parts are opened, appended to, given up and followed by new ones."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from dataclasses import dataclass
+from errno import EAGAIN, EDQUOT, EINTR, ENOSPC
+from pathlib import Path
+from typing import Final
+
+from .format import part_name
+from .stream import PartWriter
+
+# Errors after which the same file handle works again; after any other a new part is opened.
+_PASSING: Final = frozenset({ENOSPC, EDQUOT, EAGAIN, EINTR})
+# What is written and not yet known to be durable is kept, for a new part, up to this size.
+_UNSYNCED_LIMIT_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True)
+class SyncMark:
+    """A promise to be checked: once `fd` is fsynced, the first `messages` unsynced ones of `part` are durable."""
+
+    appender: Appender
+    part: int
+    messages: int
+    fd: int
+
+
+class Appender:
+    """Appends messages to the newest part of one table, in a folder that this process alone created.
+
+    A message is kept until it is known to be durable. When a handle dies (EIO, ESTALE, a folder that was removed) the
+    part is left as it is, and all of it that was not yet durable goes into the next part again; readers take rows that
+    stand in two parts from the later one.
+
+    Args:
+        folder: The segment's folder; made again when somebody removed it.
+        table: One of `SCHEMAS`.
+
+    Attributes:
+        opened_part: A part was opened, whose name in the folder is not durable yet; reset by whoever fsyncs the folder.
+        made_folder: The folder was gone and was made again; reset by whoever restores its content.
+    """
+
+    def __init__(self, folder: Path, table: str) -> None:
+        self.folder = folder
+        self.table = table
+        self.opened_part = False
+        self.made_folder = False
+        self._part = 0
+        self._writer: PartWriter | None = None
+        self._waiting: deque[bytes] = deque()
+        self._unsynced: deque[bytes] = deque()
+        self._unsynced_bytes = 0
+        self._released = 0  # messages of this part that are no longer in `_unsynced`
+
+    @property
+    def unsynced_bytes(self) -> int:
+        """Bytes that are written and not yet known to be durable."""
+        return self._unsynced_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes in the part that is open now."""
+        return self._writer.bytes if self._writer else 0
+
+    @property
+    def part_batches(self) -> int:
+        """Batches in the part that is open now."""
+        return self._writer.batches if self._writer else 0
+
+    def append(self, message: bytes) -> None:
+        """Write a message, after those that wait.
+
+        Raises:
+            OSError: The storage refused. The message is kept; `flush` tries again.
+        """
+        self._waiting.append(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write every message that waits.
+
+        Raises:
+            OSError: The storage refused; call again later.
+        """
+        try:
+            if self._writer is not None and not self._writer.is_linked():
+                self.give_up_part()
+            if self._writer is not None:
+                self._writer.flush()
+            while self._waiting:
+                self._write(self._waiting.popleft())
+        except OSError as error:
+            if error.errno not in _PASSING:
+                self.give_up_part()
+            raise
+
+    def _write(self, message: bytes) -> None:
+        if self._writer is None:
+            try:
+                self._writer = self._open_part()
+            except OSError:
+                self._waiting.appendleft(message)
+                raise
+        # From here on the message belongs to the part, whatever part of it the storage takes now.
+        self._unsynced.append(message)
+        self._unsynced_bytes += len(message)
+        while self._unsynced_bytes > _UNSYNCED_LIMIT_BYTES and len(self._unsynced) > 1:
+            self._release_oldest()
+        self._writer.write(message)
+
+    def _release_oldest(self) -> None:
+        self._unsynced_bytes -= len(self._unsynced.popleft())
+        self._released += 1
+
+    def _open_part(self) -> PartWriter:
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.made_folder = True
+        self._part += 1
+        try:
+            writer = PartWriter(self.folder / part_name(self.table, self._part), self.table)
+        except FileExistsError:
+            return self._open_part()
+        self._released = 0
+        self.opened_part = True
+        return writer
+
+    def give_up_part(self) -> None:
+        """Leave the open part as it is; what is not known to be durable goes into a new one."""
+        writer, self._writer = self._writer, None
+        self._waiting.extendleft(reversed(self._unsynced))
+        self._unsynced.clear()
+        self._unsynced_bytes = 0
+        if writer is not None:
+            try:
+                writer.close(ended=False)
+            except OSError:
+                return  # the handle was dead already: that is why it is given up
+
+    def end_part(self) -> Path | None:
+        """Make the open part durable, close it, and return its path; the next message opens another.
+
+        Raises:
+            OSError: The storage refused; everything not yet durable waits for the next part.
+        """
+        self.flush()
+        writer = self._writer
+        if writer is None:
+            return None
+        try:
+            writer.close()
+        except OSError:
+            self._writer = None
+            self.give_up_part()
+            raise
+        self._writer = None
+        self._unsynced.clear()
+        self._unsynced_bytes = 0
+        return writer.path
+
+    def sync(self) -> None:
+        """Make everything that was appended durable before returning.
+
+        Raises:
+            OSError: The storage refused; everything not yet durable waits for the next part.
+        """
+        self.flush()
+        mark = self.mark()
+        if mark is None:
+            return
+        try:
+            os.fsync(mark.fd)
+        except OSError:
+            self.give_up_part()
+            raise
+        finally:
+            os.close(mark.fd)
+        self.synced(mark)
+
+    def mark(self) -> SyncMark | None:
+        """Return what an fsync from now on makes durable, with a descriptor of its own that the caller closes."""
+        if self._writer is None or not self._unsynced:
+            return None
+        whole = len(self._unsynced) - bool(self._writer.pending)
+        return SyncMark(self, self._part, self._released + whole, os.dup(self._writer.fileno()))
+
+    def synced(self, mark: SyncMark) -> None:
+        """Forget the messages that are durable now."""
+        while mark.part == self._part and self._released < mark.messages:
+            self._release_oldest()
+
+    def sync_failed(self, mark: SyncMark) -> None:
+        """Write again, in a new part, what the failed fsync should have made durable: its pages may be gone."""
+        if mark.part == self._part:
+            self.give_up_part()

@@ -1,0 +1,396 @@
+"""The drain thread: takes rows and records out of the buffer and writes them, in order, to storage that may fail."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from time import monotonic
+from typing import Final
+
+import pyarrow as pa
+
+from .appender import Appender, SyncMark
+from .buffer import Barrier, Buffer, End, Gap, Item, Record, Row
+from .errors import LlmtrackError
+from .format import HEARTBEAT, SCHEMAS
+from .publish import sync_folder
+from .rows import RowEncoder
+from .seal import seal_part, seal_segment
+from .settings import Settings
+from .stream import encode_batch
+from .worker import Worker
+
+_log = logging.getLogger("llmtrack")
+
+_HEARTBEAT_BYTES: Final = 512  # always the same length, so that one write in place leaves nothing of the last one
+# What Python and Arrow raise for a name that is no string or a value that is no number.
+_UNSTORABLE: Final = (TypeError, ValueError, OverflowError, RuntimeError, struct.error, pa.ArrowException)
+
+
+@dataclass
+class _Sync:
+    """One round of making written data durable: what is fsynced, what waits for it, and what failed."""
+
+    marks: list[SyncMark]
+    new_names: bool
+    heartbeat: bytes
+    waiting: list[Callable[[], None]]
+    errors: list[OSError] = field(default_factory=list)
+    failed: list[SyncMark] = field(default_factory=list)
+
+
+class Drain:
+    """Owns every file of one segment.
+
+    All writes happen on its thread, in the order of the buffer; fsync and sealing have threads of their own. When the
+    storage refuses, nothing more is taken from the buffer until it accepts again: the buffer is the bound on memory,
+    and it counts what does not fit.
+
+    Args:
+        folder: The segment's folder, claimed by this process.
+        buffer: What the training thread fills.
+        start: The segment's start record, without `seq`; written again if the folder vanishes.
+        settings: Limits.
+
+    Attributes:
+        durable: Set when the end record and everything before it is durable.
+        ended: Set when the thread does nothing more.
+    """
+
+    def __init__(self, folder: Path, buffer: Buffer, start: Record, settings: Settings) -> None:
+        self._folder = folder
+        self._buffer = buffer
+        self._start = start
+        self._settings = settings
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._thread = Thread(target=self._main, name="llmtrack-drain", daemon=True)
+        self._syncer = Worker("llmtrack-sync")
+        self._sealer = Worker("llmtrack-seal")
+        self._appenders: dict[str, Appender] = {}
+        self._encoder = RowEncoder()
+        self._taken: deque[Item] = deque()
+        self._ready: deque[Callable[[], None]] = deque()
+        self._seq = 0
+        self._step, self._tokens = start.values["step"], start.values["tokens"]  # of the newest row
+        self._dropped_points = 0
+        self._wants_sync: list[Callable[[], None]] = []
+        self._sync_running = False
+        self._sync_results: SimpleQueue[_Sync] = SimpleQueue()
+        self._synced_at_s = monotonic()
+        self._warned: set[str] = set()
+        self._end: End | None = None
+        self._give_up_at_s = float("inf")
+        self.durable = Event()
+        self.ended = Event()
+
+    def open(self) -> None:
+        """Write the start record durably, then start the thread; called once, on the thread that opens the run.
+
+        Raises:
+            OSError: The storage refused.
+        """
+        self._append_record(self._start)
+        self._appenders["segments"].sync()
+        sync_folder(self._folder)
+        self._write_heartbeat(self._heartbeat())
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have the thread look at the buffer now. Safe in a signal handler: `SimpleQueue.put` is reentrant."""
+        if self._wakes.empty():
+            self._wakes.put(None)
+
+    def give_up_at(self, deadline_s: float) -> None:
+        """End the thread at `time.monotonic() == deadline_s` even if the storage has not taken everything."""
+        self._give_up_at_s = deadline_s
+
+    # What follows runs on the drain thread, unless it says otherwise.
+
+    def _main(self) -> None:
+        try:
+            while not self.durable.is_set() and monotonic() < self._give_up_at_s:
+                self._wait()
+                self._turn()
+            if self.durable.is_set():
+                self._seal_all()
+        except Exception:  # noqa: BLE001  # a defect here must not reach the training loop: it is said and the log ends
+            _log.exception("llmtrack: the log in %s stopped; what is logged from now on is lost", self._folder)
+        self._buffer.refuse()
+        self._syncer.stop(0)
+        self._sealer.stop(0)
+        self.ended.set()
+
+    def _wait(self) -> None:
+        try:
+            self._wakes.get(timeout=self._settings.flush_interval_s)
+            while True:
+                self._wakes.get_nowait()
+        except Empty:
+            return
+
+    def _turn(self) -> None:
+        """Write what waits, and have it made durable when that is due."""
+        try:
+            self._take_sync_results()
+            self._write_all()
+            self._buffer.errno = None
+            if self._end is not None:
+                self._end_all()
+            else:
+                self._sync_if_due()
+        except OSError as error:
+            self._buffer.errno = error.errno
+            self._warn(f"{error.strerror}", f"cannot write to {self._folder}: {error.strerror}; trying again")
+
+    def _write_all(self) -> None:
+        for appender in self._appenders.values():
+            appender.flush()
+        while self._ready:
+            self._ready.popleft()()
+        while True:
+            if not self._taken:
+                self._taken.extend(self._buffer.take(self._settings.batch_points))
+            if not self._taken:
+                break
+            self._write_next()
+            self._seal_if_full()
+        if any(appender.made_folder for appender in self._appenders.values()):
+            self._restore_start()
+
+    def _write_next(self) -> None:
+        rows: list[Row] = []
+        while self._taken and isinstance(self._taken[0], tuple):
+            rows.append(self._taken.popleft())  # type: ignore[arg-type]  # the line above says that it is a row
+        if rows:
+            self._append_rows(rows)
+            return
+        item = self._taken.popleft()
+        if isinstance(item, Barrier):
+            self._wants_sync.append(item.durable.set)
+        elif isinstance(item, Gap):
+            self._append_gap(item)
+        elif isinstance(item, End):
+            self._end = item
+            place = {"step": self._step, "tokens": self._tokens, "dropped": self._dropped_points}
+            self._append_record(Record("segments", {**item.values, **place}))
+        elif isinstance(item, Record) and item.after_sync:
+            self._wants_sync.append(lambda: self._append_durably(item))
+        elif isinstance(item, Record):
+            self._append_durably(item)
+
+    def _append_rows(self, rows: list[Row]) -> None:
+        try:
+            batch = self._encoder.encode(rows, self._seq + 1)
+        except _UNSTORABLE as error:
+            rows = self._storable(rows, error)
+            if not rows:
+                return
+            batch = self._encoder.encode(rows, self._seq + 1)
+        first = self._seq + 1
+        self._seq += len(rows)
+        _, self._step, self._tokens, _ = rows[-1]
+        self._append("metrics", encode_batch(batch, first, self._seq))
+
+    def _storable(self, rows: list[Row], why: Exception) -> list[Row]:
+        """Return the rows without the points that cannot be stored, which are counted as dropped."""
+        kept: list[Row] = []
+        for time_ns, step, tokens, values in rows:
+            good = {
+                name: value for name, value in values.items() if self._can_store((time_ns, step, tokens, {name: value}))
+            }
+            if good:
+                kept.append((time_ns, step, tokens, good))
+            if len(good) < len(values):
+                lost = len(values) - len(good)
+                self._taken.appendleft(Gap(tokens, tokens, step, lost, "bad_value", None))
+        self._warn("bad_value", f"some points could not be stored and are counted as dropped: {why}")
+        return kept
+
+    def _can_store(self, row: Row) -> bool:
+        try:
+            self._encoder.encode([row], 0)
+        except _UNSTORABLE:
+            return False
+        return True
+
+    def _append_gap(self, gap: Gap) -> None:
+        self._dropped_points += gap.points
+        now_ms = _now_ms()
+        # First in the queue, then in the file: an append that fails must not take it along.
+        self._taken.appendleft(
+            (now_ms * 1_000_000, gap.step, gap.last_tokens, {"tracker/dropped": float(self._dropped_points)})
+        )
+        self._append_durably(
+            Record(
+                "gaps",
+                {
+                    "time": now_ms,
+                    "step": gap.step,
+                    "tokens": gap.last_tokens,
+                    "first_tokens": gap.first_tokens,
+                    "last_tokens": gap.last_tokens,
+                    "points": gap.points,
+                    "reason": gap.reason,
+                    "errno": gap.errno,
+                },
+            )
+        )
+
+    def _append_durably(self, record: Record) -> None:
+        self._wants_sync.append(record.durable.set)
+        self._append_record(record)
+
+    def _append_record(self, record: Record) -> None:
+        self._seq += 1
+        row = {**record.values, "seq": self._seq}
+        batch = pa.RecordBatch.from_pylist([row], schema=SCHEMAS[record.table])
+        self._append(record.table, encode_batch(batch, self._seq, self._seq))
+
+    def _append(self, table: str, message: bytes) -> None:
+        appender = self._appenders.get(table)
+        if appender is None:
+            appender = self._appenders[table] = Appender(self._folder, table)
+        appender.append(message)
+
+    def _restore_start(self) -> None:
+        """Say again where the segment starts: its folder was removed, and without that no reader can place it."""
+        for appender in self._appenders.values():
+            appender.made_folder = False
+        self._warn("folder", f"{self._folder} was removed while it was written to; what had been in it is lost")
+        self._append_record(self._start)
+
+    def _seal_if_full(self) -> None:
+        metrics = self._appenders.get("metrics")
+        if metrics is None or (
+            metrics.part_bytes < self._settings.part_bytes and metrics.part_batches < self._settings.part_batches
+        ):
+            return
+        path = metrics.end_part()
+        if path is not None:
+            self._sealer.submit(lambda: self._seal(path))
+
+    def _seal(self, path: Path) -> None:
+        """Seal one part; on the seal thread."""
+        try:
+            seal_part(path)
+        except (OSError, LlmtrackError, pa.ArrowException) as error:
+            self._warn("seal", f"{path} stays open: {error}")
+
+    def _seal_all(self) -> None:
+        """Seal what is left at the end; what cannot be sealed stays readable as it is."""
+        self._sealer.stop(self._give_up_at_s - monotonic())
+        try:
+            seal_segment(self._folder)
+        except (OSError, LlmtrackError, pa.ArrowException) as error:
+            self._warn("seal", f"parts of {self._folder} stay open: {error}")
+
+    def _sync_if_due(self) -> None:
+        due = (
+            self._wants_sync
+            or monotonic() - self._synced_at_s >= self._settings.fsync_interval_s
+            or sum(appender.unsynced_bytes for appender in self._appenders.values()) >= self._settings.fsync_bytes
+        )
+        if self._sync_running or not due:
+            return
+        marks = [mark for appender in self._appenders.values() if (mark := appender.mark())]
+        new_names = any(appender.opened_part for appender in self._appenders.values())
+        for appender in self._appenders.values():
+            appender.opened_part = False
+        sync = _Sync(marks, new_names, self._heartbeat(), self._wants_sync)
+        self._wants_sync = []
+        self._synced_at_s = monotonic()
+        self._sync_running = True
+        self._syncer.submit(lambda: self._run_sync(sync))
+
+    def _run_sync(self, sync: _Sync) -> None:
+        """Do what was asked for; on the sync thread."""
+        for mark in sync.marks:
+            try:
+                os.fsync(mark.fd)
+            except OSError as error:
+                sync.errors.append(error)
+                sync.failed.append(mark)
+            finally:
+                os.close(mark.fd)
+        try:
+            if sync.new_names:
+                sync_folder(self._folder)
+        except OSError as error:
+            sync.errors.append(error)
+        try:
+            self._write_heartbeat(sync.heartbeat)
+        except OSError as error:
+            self._warn("heartbeat", f"cannot write {self._folder / HEARTBEAT}: {error.strerror}")
+        self._sync_results.put(sync)
+        self.wake()
+
+    def _take_sync_results(self) -> None:
+        while not self._sync_results.empty():
+            sync = self._sync_results.get()
+            self._sync_running = False
+            for mark in sync.marks:
+                if mark in sync.failed:
+                    mark.appender.sync_failed(mark)
+                else:
+                    mark.appender.synced(mark)
+            if sync.errors:
+                self._wants_sync = sync.waiting + self._wants_sync
+                raise sync.errors[0]
+            self._ready.extend(sync.waiting)
+
+    def _end_all(self) -> None:
+        """Make everything durable and close every part."""
+        if self._sync_running:
+            return  # its result wakes the thread
+        while self._wants_sync or self._ready:
+            for appender in self._appenders.values():
+                appender.sync()
+            self._ready.extend(self._wants_sync)
+            self._wants_sync = []
+            while self._ready:
+                self._ready.popleft()()
+        for appender in self._appenders.values():
+            appender.end_part()
+        sync_folder(self._folder)
+        self._write_heartbeat(self._heartbeat())
+        self.durable.set()
+
+    def _heartbeat(self) -> bytes:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        return json.dumps(
+            {
+                "time": now,
+                "seq": self._seq,
+                "step": self._step,
+                "tokens": self._tokens,
+                "dropped": self._buffer.dropped_points,
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+            }
+        ).encode()
+
+    def _write_heartbeat(self, heartbeat: bytes) -> None:
+        fd = os.open(self._folder / HEARTBEAT, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            os.pwrite(fd, heartbeat.ljust(_HEARTBEAT_BYTES - 1) + b"\n", 0)
+        finally:
+            os.close(fd)
+
+    def _warn(self, cause: str, message: str) -> None:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            _log.warning("llmtrack: %s", message)
+
+
+def _now_ms() -> int:
+    return int(datetime.now(UTC).timestamp() * 1000)

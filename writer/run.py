@@ -1,0 +1,465 @@
+"""`open_run`, and the run that training code talks to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from operator import index
+from pathlib import Path
+from time import monotonic, time_ns
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Literal, Self, SupportsFloat, SupportsIndex
+
+from .buffer import Barrier, Buffer, End, Exit, Record
+from .checkpoint import identify
+from .drain import Drain
+from .errors import LlmtrackError, UsageError
+from .identity import process_identity
+from .lineage import Opening, open_segment
+from .ranks import decide_on_rank_zero
+from .redact import redact
+from .settings import Settings
+from .shutdown import end_on_signal, keep_until_exit
+from .tensors import take_value
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Value = SupportsFloat | Tensor
+
+_log = logging.getLogger("llmtrack")
+
+_INT64_MAX: Final = (1 << 63) - 1
+_FINISH_TIMEOUT_S: Final = 60.0
+
+
+class Run:
+    """A run as training code sees it; this one does nothing, and is what ranks above 0 and disabled processes get.
+
+    Attributes:
+        run_id: Id of the run; it goes into every checkpoint with `meta`. On a rank that writes nothing and knows of no
+            rank 0 (no `torch.distributed`), the id that was given, or an empty one.
+        segment: Number of this process lifetime, from 1; 0 when unknown.
+        start_step: Optimiser step that this process continues from.
+        start_tokens: Tokens seen up to there.
+        recipe_hash: Of the recipe; None without one.
+    """
+
+    def __init__(
+        self, run_id: str, segment: int, start_step: int = 0, start_tokens: int = 0, recipe_hash: str | None = None
+    ) -> None:
+        self.run_id = run_id
+        self.segment = segment
+        self.start_step = start_step
+        self.start_tokens = start_tokens
+        self.recipe_hash = recipe_hash
+
+    def log(self, metrics: Mapping[str, Value], step: SupportsIndex, tokens: SupportsIndex) -> None:
+        """Put a row of metrics in memory and return; within a second it is on storage.
+
+        Never waits for a disk, a lock or a GPU. When the storage does not keep up, rows are dropped and counted, and
+        the log has their token range as a gap. May be called from any thread.
+
+        Args:
+            metrics: Name -> number: float, int, bool, NumPy scalar, or a tensor with one element, also on a GPU.
+            step: The optimiser step.
+            tokens: Tokens seen by the run, the x-axis; they never go backwards within a segment.
+
+        Raises:
+            UsageError: A value that is no number, a step or tokens that are no integer, or tokens that go backwards.
+                Nothing of the row is stored.
+        """
+
+    def checkpoint(
+        self, path: str | os.PathLike[str], step: SupportsIndex, tokens: SupportsIndex, *, full: bool = False
+    ) -> None:
+        """Record a checkpoint once it is saved; its id is made on a thread of its own.
+
+        Args:
+            path: The file or folder that was saved.
+            step: The optimiser step.
+            tokens: Tokens seen by the model in it.
+            full: Read every byte for the id, instead of sizes and samples.
+
+        Raises:
+            UsageError: A step or tokens that are no integer.
+        """
+
+    def alert(
+        self,
+        rule: str,
+        message: str,
+        step: SupportsIndex,
+        tokens: SupportsIndex,
+        *,
+        level: Literal["info", "warn", "error"] = "warn",
+        metric: str | None = None,
+        value: float | None = None,
+    ) -> None:
+        """Record an alert of the caller's own; it is never dropped.
+
+        Args:
+            rule: Short name of the kind of alert, e.g. ``data``.
+            message: What a person on call should read.
+            step: The optimiser step.
+            tokens: Tokens seen by the run.
+            level: How bad it is.
+            metric: The metric that it is about.
+            value: Its value.
+
+        Raises:
+            UsageError: A step or tokens that are no integer.
+        """
+
+    def meta(self, step: SupportsIndex, tokens: SupportsIndex) -> dict[str, str | int | None]:
+        """Return what a checkpoint must hold so that a later process can continue the run; plain JSON.
+
+        Args:
+            step: The optimiser step of the checkpoint.
+            tokens: Tokens seen by the model in it.
+
+        Raises:
+            UsageError: A step or tokens that are no integer.
+        """
+        return {
+            "run_id": self.run_id,
+            "segment": self.segment,
+            "recipe_hash": self.recipe_hash,
+            "step": _coordinate("step", step),
+            "tokens": _coordinate("tokens", tokens),
+        }
+
+    def flush(self, timeout: float = 10.0) -> bool:  # noqa: ARG002  # the interface
+        """Wait until everything logged so far is durable, ids of checkpoints included.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Returns:
+            Whether it is.
+        """
+        return True
+
+    def finish(
+        self,
+        exit: Exit = "finished",  # noqa: A002  # the column's name
+        detail: str | None = None,
+        timeout: float = _FINISH_TIMEOUT_S,
+    ) -> None:
+        """Make everything durable, write how the segment ended, and seal its files. Never raises.
+
+        Args:
+            exit: ``finished`` settles every point; ``abandoned`` too, for a run that nobody will continue.
+            detail: Why, for a person.
+            timeout: Seconds after which a storage that does not answer is given up.
+        """
+
+    def __enter__(self) -> Self:
+        """Return the run."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Finish the run: as failed when the block is left by an exception."""
+        if error is None:
+            self.finish()
+        else:
+            self.finish("failed", f"{type(error).__name__}: {error}")
+
+
+class RecordingRun(Run):
+    """The run on rank 0, which writes the log.
+
+    Args:
+        opening: The segment that this process became.
+        start: Its start record.
+        settings: Limits of memory and time.
+
+    Raises:
+        OSError: The start record could not be written.
+    """
+
+    def __init__(self, opening: Opening, start: Record, settings: Settings) -> None:
+        super().__init__(opening.run_id, opening.segment, opening.start_step, opening.start_tokens, opening.recipe_hash)
+        self.folder = opening.folder
+        self._buffer = Buffer(settings.queue_points, opening.start_tokens)
+        self._drain = Drain(opening.folder, self._buffer, start, settings)
+        self._checkpointer = Worker("llmtrack-checkpoint")
+        self._recording: list[Record] = []  # checkpoints that are not durable yet
+        self._alerts = 0
+        self._is_over = False
+        self._drain.open()
+        keep_until_exit(self)
+
+    def log(self, metrics: Mapping[str, Value], step: SupportsIndex, tokens: SupportsIndex) -> None:
+        """Put a row of metrics in memory and return; see `Run.log`."""
+        # The common case, a dict of floats, takes no call of ours: summing it is the cheapest proof of its types.
+        buffer = self._buffer
+        try:
+            kind: type | None = type(sum(metrics.values()))  # type: ignore[arg-type]  # what has no sum is looked at below
+        except (TypeError, AttributeError, OverflowError):
+            kind = None
+        if (
+            kind is not float
+            or type(step) is not int
+            or type(tokens) is not int
+            or not buffer.tokens <= tokens <= _INT64_MAX
+            or step < 0
+            or "" in metrics
+        ):
+            self._log_with_care(metrics, step, tokens)
+            return
+        buffer.tokens = tokens
+        points = buffer.put_points + len(metrics)
+        if points <= buffer.easy_points and buffer.gap is None:
+            buffer.put_points = points
+            buffer.items.append((time_ns(), step, tokens, metrics.copy()))  # type: ignore[attr-defined]
+        else:
+            self._put(step, tokens, dict(metrics))  # type: ignore[arg-type]  # its sum is a float
+
+    def _put(self, step: int, tokens: int, values: dict[str, float]) -> None:
+        if not self._is_over:
+            self._buffer.put(step, tokens, values)
+            self._drain.wake()
+
+    def _log_with_care(self, metrics: Mapping[str, Value], step: SupportsIndex, tokens: SupportsIndex) -> None:
+        if not isinstance(metrics, Mapping):
+            raise UsageError(f"metrics are a {type(metrics).__name__}", hint="give a dict of name -> number")
+        at_step, at_tokens = _coordinate("step", step), _coordinate("tokens", tokens)
+        values = {_name(name): take_value(name, value) for name, value in metrics.items()}
+        if at_tokens < self._buffer.tokens:
+            raise UsageError(
+                f"tokens go backwards in run {self.run_id}, segment {self.segment}: {at_tokens} after "
+                f"{self._buffer.tokens}",
+                hint="after loading an older checkpoint finish() this run and open_run() again with its meta",
+            )
+        self._buffer.tokens = at_tokens
+        if values:
+            self._put(at_step, at_tokens, values)  # type: ignore[arg-type]  # a DeviceValue is a float to be
+
+    def checkpoint(
+        self, path: str | os.PathLike[str], step: SupportsIndex, tokens: SupportsIndex, *, full: bool = False
+    ) -> None:
+        """Record a checkpoint once it is saved; see `Run.checkpoint`."""
+        record = self._record("checkpoints", step, tokens, path=os.fspath(path))
+        if self._is_over:
+            return
+        self._recording = [waiting for waiting in self._recording if not waiting.durable.is_set()]
+        self._recording.append(record)
+        self._checkpointer.submit(lambda: self._record_checkpoint(record, full=full))
+
+    def _record_checkpoint(self, record: Record, *, full: bool) -> None:
+        """Make the id and put the record behind what was logged before it; on the checkpoint thread."""
+        path, tokens = Path(str(record.values["path"])), record.values["tokens"]
+        try:
+            identity = identify(path, tokens, full=full)  # type: ignore[arg-type]  # `_record` made it an int
+        except LlmtrackError as error:
+            _log.warning("llmtrack: the checkpoint %s is not recorded: %s", path, error)
+            record.durable.set()
+            return
+        record.values.update(ckpt_id=identity.ckpt_id, bytes=identity.bytes)
+        self._buffer.put_item(record)
+        self._drain.wake()
+
+    def alert(
+        self,
+        rule: str,
+        message: str,
+        step: SupportsIndex,
+        tokens: SupportsIndex,
+        *,
+        level: Literal["info", "warn", "error"] = "warn",
+        metric: str | None = None,
+        value: float | None = None,
+    ) -> None:
+        """Record an alert of the caller's own; see `Run.alert`."""
+        self._alerts += 1
+        record = self._record(
+            "alerts",
+            step,
+            tokens,
+            alert_id=f"{self.run_id}-{self.segment}-{self._alerts}",
+            rule=str(rule),
+            level=str(level),
+            metric=metric,
+            value=None if value is None else float(value),
+            message=str(message),
+            phase="raised",
+        )
+        if not self._is_over:
+            self._buffer.put_item(record)
+            self._drain.wake()
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until everything logged so far is durable; see `Run.flush`."""
+        if self._is_over:
+            return self._drain.durable.is_set()
+        deadline_s = monotonic() + timeout
+        barrier = Barrier()
+        self._buffer.put_item(barrier)
+        self._drain.wake()
+        waiting = [*(record.durable for record in self._recording), barrier.durable]
+        return all(event.wait(max(deadline_s - monotonic(), 0.0)) for event in waiting)
+
+    def finish(
+        self,
+        exit: Exit = "finished",  # noqa: A002  # the column's name
+        detail: str | None = None,
+        timeout: float = _FINISH_TIMEOUT_S,
+    ) -> None:
+        """Make everything durable, write how the segment ended, and seal its files; see `Run.finish`."""
+        if self._is_over:
+            return
+        self._is_over = True
+        deadline_s = monotonic() + timeout
+        for record in self._recording:
+            record.durable.wait(max(deadline_s - monotonic(), 0.0))
+        self._buffer.put_item(End({"time": time_ns() // 1_000_000, "phase": "end", "exit": exit, "detail": detail}))
+        self._drain.give_up_at(deadline_s)
+        self._drain.wake()
+        self._drain.ended.wait(max(deadline_s - monotonic(), 0.0) + 1.0)
+        self._checkpointer.stop(0.0)
+        if not self._drain.durable.is_set():
+            _log.warning(
+                "llmtrack: the storage of %s did not take everything within %.0f s; what was not written is lost",
+                self.folder,
+                timeout,
+            )
+
+    def disown(self) -> None:
+        """Do nothing more, in a forked child: the files belong to the parent, and its threads are not here."""
+        self._is_over = True
+        self._buffer.refuse()
+
+    def _record(self, table: str, step: SupportsIndex, tokens: SupportsIndex, **values: object) -> Record:
+        place = {
+            "time": time_ns() // 1_000_000,
+            "step": _coordinate("step", step),
+            "tokens": _coordinate("tokens", tokens),
+        }
+        return Record(table, {**place, **values}, after_sync=table == "checkpoints")
+
+
+def open_run(
+    root: str | os.PathLike[str] | None = None,
+    *,
+    run_id: str | None = None,
+    project: str = "default",
+    run_name: str | None = None,
+    config: object = None,
+    recipe: object = None,
+    checkpoint: Mapping[str, object] | None = None,
+    on_rollback: Literal["fork", "continue"] = "fork",
+    fork: bool = False,
+    preempt_signal: int | None = None,
+    settings: Settings | None = None,
+) -> Run:
+    """Open a run, or go on with the one that a checkpoint belongs to: every process lifetime is a segment of a run.
+
+    Every rank calls it. Rank 0 decides and writes; the others get its answer through one broadcast of
+    `torch.distributed` where that is initialised, and a run whose methods do nothing. `docs/LINEAGE.md` has the rules
+    by which a process becomes the next segment of a run or the first one of a child run.
+
+    Args:
+        root: Folder on shared storage that holds runs; made if it is not there. Default: ``LLMTRACK_DIR``.
+        run_id: Id of the run; default ``LLMTRACK_RUN_ID``, else the checkpoint's, else a new one.
+        project: Experiment in MLflow, project in W&B.
+        run_name: Name for people.
+        config: Everything a person may want to look up; secrets are redacted.
+        recipe: What makes this training what it is (learning-rate schedule, data mix, model shape): a run that goes
+            on with another recipe becomes a child run.
+        checkpoint: What `Run.meta` gave when the checkpoint was saved; None when training starts from nothing.
+        on_rollback: What becomes of a checkpoint older than the newest: a child run, or a continuation that leaves
+            settled points behind.
+        fork: Open a child run whatever the rules say.
+        preempt_signal: Signal that means the job is about to be killed, such as ``signal.SIGTERM``: everything is made
+            durable, the segment ends as preempted, then what was installed for that signal before happens.
+        settings: Limits of memory and time.
+
+    Raises:
+        UsageError: No root, an id or a checkpoint that is not valid, a recipe that cannot be compared.
+        LlmtrackError: The storage refused the start of the segment, or (on other ranks) rank 0 raised.
+    """
+    if os.environ.get("LLMTRACK_MODE", "").lower() == "disabled":
+        return _silent_run(run_id, checkpoint)
+
+    opened: list[RecordingRun] = []
+
+    def open_on_rank_zero() -> tuple[str, int, int, int, str | None]:
+        started_ms = time_ns() // 1_000_000
+        where = _root(root)
+        try:
+            opening = open_segment(
+                where, run_id=run_id, checkpoint=checkpoint, recipe=recipe, on_rollback=on_rollback, fork=fork
+            )
+            start = _start_record(opening, started_ms, project, run_name, config)
+            run = RecordingRun(opening, start, settings or Settings())
+        except OSError as error:
+            raise LlmtrackError(
+                f"cannot start a segment in {where}: {error.strerror} ({error.filename})",
+                hint="check that the folder is on shared storage, can be written to, and has room",
+            ) from error
+        opened.append(run)
+        return run.run_id, run.segment, run.start_step, run.start_tokens, run.recipe_hash
+
+    answer = decide_on_rank_zero(open_on_rank_zero)
+    if opened:
+        if preempt_signal is not None:
+            end_on_signal(opened[0], preempt_signal)
+        return opened[0]
+    return Run(*answer) if answer is not None else _silent_run(run_id, checkpoint)
+
+
+def _root(root: str | os.PathLike[str] | None) -> Path:
+    given = root if root is not None else os.environ.get("LLMTRACK_DIR")
+    if not given:
+        raise UsageError("no root", hint="give open_run a folder on shared storage, or set LLMTRACK_DIR")
+    return Path(given)
+
+
+def _start_record(opening: Opening, time_ms: int, project: str, run_name: str | None, config: object) -> Record:
+    values = {
+        **process_identity(),
+        "time": time_ms,
+        "step": opening.start_step,
+        "tokens": opening.start_tokens,
+        "phase": "start",
+        "project": project,
+        "run_name": run_name,
+        "from_run": opening.from_run,
+        "from_segment": opening.from_segment,
+        "from_ckpt": opening.from_ckpt,
+        "fork_reason": opening.fork_reason,
+        "recipe_hash": opening.recipe_hash,
+        "recipe": opening.recipe,
+        "recipe_diff": opening.recipe_diff,
+        "config": None if config is None else json.dumps(redact(config)),
+    }
+    return Record("segments", values)
+
+
+def _silent_run(run_id: str | None, checkpoint: Mapping[str, object] | None) -> Run:
+    """Return a run that writes nothing, knowing only what it was given."""
+    meta = checkpoint or {}
+    known = run_id or os.environ.get("LLMTRACK_RUN_ID") or str(meta.get("run_id", ""))
+    return Run(known, 0, _coordinate("step", meta.get("step", 0)), _coordinate("tokens", meta.get("tokens", 0)))
+
+
+def _coordinate(what: str, value: object) -> int:
+    try:
+        number = index(value)  # type: ignore[arg-type]  # what is no integer is refused here
+    except TypeError:
+        number = -1
+    if not 0 <= number <= _INT64_MAX:
+        raise UsageError(f"{what} is {value!r}", hint=f"give {what} as an integer from 0 on")
+    return number
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"a metric is called {name!r}", hint="name it with a string such as 'train/loss'")
+    return name

@@ -1,0 +1,183 @@
+"""Open part -> sealed part: the same rows as Parquet, sorted by name, published whole; only then the open part goes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from .errors import CorruptSegmentError
+from .format import FORMAT_VERSION, OPEN_SUFFIX, PART_FILE, SCHEMAS, SEALED_SUFFIX
+from .publish import publish, sync_folder
+from .stream import read_part
+
+SEALED_TABLES: Final = frozenset({"metrics"})  # the others are rare: a file of their own format would cost more
+# A reader of one metric reads whole row groups; smaller ones would cost bytes.
+_ROW_GROUP_ROWS: Final = 1 << 17
+DIGEST_KEY: Final = "llmtrack.source_digest"
+_INTEGERS: Final = ("seq", "time", "step", "tokens")
+
+
+def seal_part(path: Path, *, before_seq: int | None = None) -> Path:
+    """Write the rows of an open part as Parquet, read it back, and remove the open part.
+
+    A crash at any moment leaves the open part, or both, or the sealed part, each of them whole.
+
+    Args:
+        path: A part that nobody appends to any more.
+        before_seq: Leave out rows from this `seq` on: they stand in the next part too.
+
+    Returns:
+        The path of the sealed part.
+
+    Raises:
+        CorruptSegmentError: The part is damaged, or the sealed part did not read back. The open part stays.
+        VersionError: Written by a newer llmtrack.
+        OSError: The storage refused. The open part stays.
+    """
+    content = read_part(path, live=False)
+    if content.damages:
+        raise CorruptSegmentError(
+            path,
+            "; ".join(f"bytes {damage.first_byte} to {damage.end_byte}: {damage.reason}" for damage in content.damages),
+            offset=content.damages[0].first_byte,
+            hint="leave it open: readers skip what is damaged, and say so",
+        )
+    rows = content.table
+    if before_seq is not None:
+        rows = rows.filter(pc.less(rows["seq"], before_seq))
+    groups = _sorted_groups(rows)
+    digest = rows_digest(groups())
+    metadata = {
+        "llmtrack.format": str(FORMAT_VERSION),
+        "llmtrack.seq_first": _text(pc.min(rows["seq"])),
+        "llmtrack.seq_last": _text(pc.max(rows["seq"])),
+        "llmtrack.tokens_min": _text(pc.min(rows["tokens"])),
+        "llmtrack.tokens_max": _text(pc.max(rows["tokens"])),
+        "llmtrack.rows": str(rows.num_rows),
+        DIGEST_KEY: digest,
+    }
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        sink,
+        SCHEMAS["metrics"].with_metadata(metadata),
+        compression="zstd",
+        compression_level=3,
+        use_dictionary=["name"],
+        column_encoding={**dict.fromkeys(_INTEGERS, "DELTA_BINARY_PACKED"), "value": "BYTE_STREAM_SPLIT"},
+        write_page_index=True,
+        write_page_checksum=True,
+    ) as writer:
+        for group in groups():
+            writer.write_table(group, row_group_size=_ROW_GROUP_ROWS)
+    sealed = path.with_suffix(SEALED_SUFFIX)
+    publish(sealed, memoryview(sink.getvalue()))
+    verify_sealed(sealed)
+    path.unlink()
+    sync_folder(path.parent)
+    return sealed
+
+
+def seal_segment(folder: Path) -> list[Path]:
+    """Seal every part of a segment whose writer is gone, and return the sealed parts that are new.
+
+    Raises:
+        CorruptSegmentError: A part is damaged; the others are sealed all the same.
+        VersionError: Written by a newer llmtrack.
+        OSError: The storage refused.
+    """
+    sealed: list[Path] = []
+    damaged: list[CorruptSegmentError] = []
+    next_seq: int | None = None
+    for path in sorted(list_parts(folder), key=lambda path: path.name, reverse=True):
+        try:
+            first_seq = first_seq_of(path)
+            if path.suffix == OPEN_SUFFIX:
+                if path.with_suffix(SEALED_SUFFIX).exists():
+                    path.unlink()
+                else:
+                    sealed.append(seal_part(path, before_seq=next_seq))
+            next_seq = first_seq if first_seq is not None else next_seq
+        except CorruptSegmentError as error:
+            damaged.append(error)
+    if damaged:
+        raise damaged[0]
+    return sealed
+
+
+def list_parts(folder: Path) -> Iterator[Path]:
+    """Yield the parts of a segment that can be, or are, sealed."""
+    for path in folder.iterdir():
+        name = PART_FILE.fullmatch(path.name)
+        if name is not None and name[1] in SEALED_TABLES:
+            yield path
+
+
+def first_seq_of(path: Path) -> int | None:
+    """Return the lowest `seq` in a part, open or sealed; None when it has no rows."""
+    if path.suffix == OPEN_SUFFIX:
+        rows = read_part(path, live=False).table
+        return rows["seq"][0].as_py() if rows.num_rows else None
+    return int((pq.read_metadata(path).metadata or {})[b"llmtrack.seq_first"] or 0) or None
+
+
+def verify_sealed(path: Path) -> None:
+    """Read a whole sealed part, and compare it with the digest of the rows that it was made from.
+
+    Raises:
+        CorruptSegmentError: It cannot be read, or other rows come out of it.
+        OSError: The storage refused.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            promised = (file.metadata.metadata or {}).get(DIGEST_KEY.encode(), b"").decode()
+            groups = (file.read_row_group(index) for index in range(file.num_row_groups))
+            found = rows_digest(groups)
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptSegmentError(path, f"cannot be read: {error}") from error
+    if found != promised:
+        raise CorruptSegmentError(path, f"its rows have the digest {found}, and it was sealed with {promised}")
+
+
+def rows_digest(groups: Iterable[pa.Table]) -> str:
+    """Return a digest of rows sorted by (name, seq), whatever their row groups: BLAKE2b over each column's bytes."""
+    columns = {column: hashlib.blake2b(digest_size=16) for column in (*_INTEGERS, "value")}
+    names: dict[str, int] = {}
+    for group in groups:
+        for column, digest in columns.items():
+            for chunk in group[column].chunks:
+                width = 8
+                data = chunk.buffers()[1]
+                digest.update(memoryview(data)[chunk.offset * width : (chunk.offset + len(chunk)) * width])
+        for count in group["name"].combine_chunks().value_counts():
+            name = count["values"].as_py()
+            names[name] = names.get(name, 0) + count["counts"].as_py()
+    whole = hashlib.blake2b(repr(list(names.items())).encode(), digest_size=16)
+    for digest in columns.values():
+        whole.update(digest.digest())
+    return whole.hexdigest()
+
+
+def _sorted_groups(rows: pa.Table) -> Callable[[], Iterator[pa.Table]]:
+    """Return a function that yields the rows sorted by (name, seq), a row group at a time."""
+    names = rows["name"].combine_chunks().dictionary_encode()
+    # A sort by the rank of the name is a counting sort, and stable: `seq` stays in order within a name.
+    rank = pc.rank(names.dictionary, sort_keys="ascending").cast(pa.int32())
+    order = pc.sort_indices(rank.take(names.indices))
+    rows = rows.set_column(rows.schema.get_field_index("name"), "name", names)
+
+    def groups() -> Iterator[pa.Table]:
+        for first in range(0, len(order), _ROW_GROUP_ROWS):
+            group = rows.take(order.slice(first, _ROW_GROUP_ROWS))
+            yield group.cast(SCHEMAS["metrics"])
+
+    return groups
+
+
+def _text(scalar: pa.Scalar) -> str:
+    return str(scalar.as_py()) if scalar.is_valid else ""
