@@ -120,11 +120,13 @@ class Appender:
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True, exist_ok=True)
             self.made_folder = True
-        self._part += 1
+        part = self._part + 1
         try:
-            writer = PartWriter(self.folder / part_name(self.table, self._part), self.table)
+            writer = PartWriter(self.folder / part_name(self.table, part), self.table)
         except FileExistsError:
+            self._part = part
             return self._open_part()
+        self._part = part
         self._released = 0
         self.opened_part = True
         return writer
