@@ -1,0 +1,143 @@
+"""Check a root: every part of every segment, what is damaged in it, and what is missing."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .errors import CorruptSegmentError, FormatError, UsageError, VersionError
+from .format import EVALS_FOLDER, OPEN_SUFFIX, PART_FILE, RUN_FOLDER, SEALED_SUFFIX, SEGMENT_FOLDER
+from .seal import verify_sealed
+from .stream import read_part
+
+Kind = Literal["damaged", "missing", "newer", "torn", "unstarted"]
+
+# What `kill -9` leaves: a torn tail, or a moment after the folder was claimed no start record yet.
+_HARMLESS: Final = frozenset({"torn", "unstarted"})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something in a log that is not whole.
+
+    Attributes:
+        path: The file, or the folder when a file is missing.
+        kind: ``damaged`` and ``missing`` lost something; ``newer`` needs a newer llmtrack; ``torn`` is a last batch cut
+            off by a kill and ``unstarted`` a segment killed before its first write: both lost nothing that was durable.
+        reason: For a person.
+        first_byte: Start of the range in the file that cannot be read.
+        end_byte: End of the range, exclusive.
+    """
+
+    path: Path
+    kind: Kind
+    reason: str
+    first_byte: int = 0
+    end_byte: int = 0
+
+    @property
+    def is_loss(self) -> bool:
+        """Return whether something that was written cannot be read."""
+        return self.kind not in _HARMLESS
+
+
+@dataclass
+class Report:
+    """What a check of a root has seen."""
+
+    runs: int = 0
+    segments: int = 0
+    open_parts: int = 0
+    sealed_parts: int = 0
+    rows: int = 0
+    bytes: int = 0
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_intact(self) -> bool:
+        """Return whether everything that was written can be read."""
+        return not any(finding.is_loss for finding in self.findings)
+
+
+def verify(root: Path, *, deep: bool = False) -> Report:
+    """Check every part of a root; nothing is changed.
+
+    Open parts are read whole and their checksums compared. Of sealed parts the footer is read and, if `deep`, every
+    row, compared with the digest that was made from the open part.
+
+    Args:
+        root: Folder that holds runs.
+        deep: Read sealed parts whole.
+
+    Raises:
+        UsageError: There is no such folder.
+    """
+    if not root.is_dir():
+        raise UsageError(f"there is no root at {root}", hint="give the folder that open_run was given")
+    report = Report()
+    for run in _folders(root, RUN_FOLDER):
+        report.runs += 1
+        for segment in _folders(run, SEGMENT_FOLDER):
+            report.segments += 1
+            _verify_segment(segment, report, deep=deep)
+    for evals in sorted([*root.glob(f"{EVALS_FOLDER}/*.parquet"), *root.glob(f"run_id=*/{EVALS_FOLDER}/*.parquet")]):
+        _verify_file(evals, report, deep=False)
+    return report
+
+
+def _folders(parent: Path, names: re.Pattern[str]) -> Iterator[Path]:
+    yield from sorted(path for path in parent.iterdir() if names.fullmatch(path.name) and path.is_dir())
+
+
+def _verify_segment(folder: Path, report: Report, *, deep: bool) -> None:
+    parts: dict[str, dict[int, Path]] = defaultdict(dict)
+    for path in sorted(folder.iterdir()):  # X.parquet comes after X.arrows, and is the one that counts
+        name = PART_FILE.fullmatch(path.name)
+        if name is not None:
+            parts[name[1]][int(name[2])] = path
+    for table, numbered in parts.items():
+        for part in range(1, max(numbered) + 1):
+            if part not in numbered:
+                report.findings.append(Finding(folder, "missing", f"part {part} of {table} is not there"))
+        for path in numbered.values():
+            _verify_file(path, report, deep=deep)
+    if "segments" not in parts:
+        kind: Kind = "missing" if parts else "unstarted"
+        report.findings.append(Finding(folder, kind, "the segment has no start record"))
+
+
+def _verify_file(path: Path, report: Report, *, deep: bool) -> None:
+    try:
+        report.bytes += path.stat().st_size
+        if path.suffix == OPEN_SUFFIX:
+            report.open_parts += 1
+            content = read_part(path)
+            report.rows += content.table.num_rows
+            for damage in content.damages:
+                report.findings.append(Finding(path, "damaged", damage.reason, damage.first_byte, damage.end_byte))
+            if content.torn_bytes:
+                end = content.next_offset + content.torn_bytes
+                report.findings.append(Finding(path, "torn", "the last batch is not whole", content.next_offset, end))
+        else:
+            report.sealed_parts += 1
+            report.rows += pq.read_metadata(path).num_rows
+            if deep:
+                verify_sealed(path)
+    except FileNotFoundError:
+        sealed = path.with_suffix(SEALED_SUFFIX)
+        if path != sealed and sealed.exists():  # it was sealed between listing and reading
+            _verify_file(sealed, report, deep=deep)
+        else:
+            report.findings.append(Finding(path, "missing", "it vanished while the root was checked"))
+    except VersionError as error:
+        report.findings.append(Finding(path, "newer", error.reason))
+    except (FormatError, pa.ArrowException, OSError) as error:
+        reason = error.reason if isinstance(error, CorruptSegmentError) else f"cannot be read: {error}"
+        report.findings.append(Finding(path, "damaged", reason, 0, path.stat().st_size if path.exists() else 0))
