@@ -10,11 +10,10 @@ import hashlib
 import operator
 import os
 import stat
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Final, NamedTuple, SupportsIndex
 
 from .errors import LlmtrackError, UsageError
@@ -28,7 +27,6 @@ _HEX_DIGITS: Final = 32  # 128 bits: short enough to paste, and chance never mak
 
 _THREADS: Final = 16  # enough to hide the latency of shared storage; hashing and reading both release the GIL
 _BLOCK_BYTES: Final = 1 << 20  # held by each thread
-_WINDOW: Final = 1024  # chunks handed to the threads at a time: bounds memory for a checkpoint of many terabytes
 
 _STRAY_SUFFIXES: Final = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".lock", ".swp", "~")
 _TEXT_SUFFIXES: Final = frozenset(
@@ -74,7 +72,7 @@ def checkpoint_id(path: str | os.PathLike[str], tokens: SupportsIndex, *, full: 
     Takes one file or a folder in any layout (shards, safetensors, torch.distributed.checkpoint). Where it lies, what
     the file or folder itself is called, modification times and the order of files do not matter; names within a folder
     do. Strays (hidden, ``.tmp``, ``.lock`` …) and text (``.json``, ``.txt``, ``.log`` …) beside the weights are left
-    out. May be called from any thread; reads in 16 threads of its own, at most 1 MiB of memory each.
+    out. May be called from any thread; reads in up to 16 threads, with 1 MiB of memory each.
 
     Args:
         path: The file, or the folder.
@@ -184,15 +182,57 @@ def _digest(files: list[_WeightFile], tokens: int, *, full: bool) -> str:
     whole.update(tokens.to_bytes(8, "little"))
     for file in files:
         whole.update(len(file.name).to_bytes(8, "little") + file.name + file.size.to_bytes(8, "little"))
-    pieces = (piece for file in files for piece in _pieces(file, full=full))
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="llmtrack-ckpt") as pool:
-        while window := list(islice(pieces, _WINDOW)):
-            for digest in pool.map(_hash_piece, window):
-                whole.update(digest)
+    for digest in _Hashing(files, full=full).run():
+        whole.update(digest)
     return whole.hexdigest()[:_HEX_DIGITS]
 
 
-def _pieces(file: _WeightFile, *, full: bool) -> Iterable[_Piece]:
+class _Hashing:
+    """Hashes the pieces of files by several threads, the caller's among them.
+
+    Not a `ThreadPoolExecutor`, for which the interpreter waits at exit, while storage may hang for ever; and a run that
+    ends only there has its last checkpoint identified when no thread can be started any more.
+    """
+
+    def __init__(self, files: list[_WeightFile], *, full: bool) -> None:
+        self._count = sum(1 for file in files for _ in _pieces(file, full=full))
+        self._pieces = enumerate(piece for file in files for piece in _pieces(file, full=full))
+        self._lock = Lock()
+        self._digests: dict[int, bytes] = {}
+        self._error: BaseException | None = None
+
+    def run(self) -> list[bytes]:
+        """Return the digests in the order of the pieces, or raise the first error."""
+        threads: list[Thread] = []
+        for i in range(min(self._count, _THREADS) - 1):
+            thread = Thread(target=self._work, name=f"llmtrack-checkpoint-{i}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter ends, or the process may have no more of them
+                break
+            threads.append(thread)
+        self._work()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return [self._digests[i] for i in range(self._count)]
+
+    def _work(self) -> None:
+        try:
+            while (task := self._next()) is not None:
+                at, piece = task
+                self._digests[at] = _hash_piece(piece)
+        except BaseException as error:  # noqa: BLE001  # raised again by the thread that asked, for all of them
+            with self._lock:
+                self._error = self._error or error
+
+    def _next(self) -> tuple[int, _Piece] | None:
+        with self._lock:
+            return next(self._pieces, None) if self._error is None else None
+
+
+def _pieces(file: _WeightFile, *, full: bool) -> Iterator[_Piece]:
     if full:
         for offset in range(0, file.size, _CHUNK_BYTES):
             yield _Piece(file.path, ((offset, min(_CHUNK_BYTES, file.size - offset)),))

@@ -262,11 +262,11 @@ def _speakable(value: Any) -> Any:
 
 def _number(what: str, value: SupportsFloat) -> float:
     try:
-        number = None if isinstance(value, (str, bytes, bool)) else float(value)
+        number = None if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, for more than one element
         number = None
     if number is None:
-        raise UsageError(f"{what} is {value!r}, which is no number", hint="give a number; 1.0 and 0.0 for yes and no")
+        raise UsageError(f"{what} is {value!r}, which is no number", hint="give a number")
     return number
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -327,6 +328,30 @@ def test_no_thread_and_no_file_stays_open(tmp_path: Path) -> None:
         checkpoint_id(tmp_path, 7)
     assert threading.active_count() == threads
     assert len(list(Path("/proc/self/fd").iterdir())) == files
+
+
+def test_an_id_can_be_made_while_the_interpreter_ends(tmp_path: Path) -> None:
+    """A run that ends at exit still records its last checkpoint, though no thread may start any more."""
+    write(tmp_path, {f"{i}.bin": bytes(i + 1) for i in range(50)})
+    script = (
+        "import atexit\n"
+        "from llmtrack.writer.checkpoint import checkpoint_id\n"
+        f"atexit.register(lambda: print(checkpoint_id({str(tmp_path)!r}, 7)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == checkpoint_id(tmp_path, 7)
+
+
+def test_an_id_can_be_made_with_a_single_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started, the caller's own does it all."""
+    write(tmp_path, {f"{i}.bin": bytes(i + 1) for i in range(50)})
+    expected = checkpoint_id(tmp_path, 7)
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert checkpoint_id(tmp_path, 7) == expected
 
 
 def test_a_torch_checkpoint_has_an_id_and_keeps_the_meta(tmp_path: Path) -> None:

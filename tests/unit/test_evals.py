@@ -147,12 +147,12 @@ def test_every_float_is_kept_as_it_is(
 
 
 def test_numbers_of_other_libraries_are_taken(root: Path) -> None:
-    """NumPy scalars and tensors of one element are numbers."""
-    path = log_eval(root, CKPT, "t", {"a": np.float32(0.5), "b": torch.tensor(0.25), "c": 3})
-    assert [row["value"] for row in rows(path)] == [0.5, 0.25, 3.0]
+    """NumPy scalars, tensors of one element and truth values are numbers, as they are for a run."""
+    path = log_eval(root, CKPT, "t", {"a": np.float32(0.5), "b": torch.tensor(0.25), "c": 3, "d": True})
+    assert [row["value"] for row in rows(path)] == [0.5, 0.25, 3.0, 1.0]
 
 
-@pytest.mark.parametrize("value", ["0.61", None, True, b"1", [0.1], {}, 1j, torch.ones(2)])
+@pytest.mark.parametrize("value", ["0.61", None, b"1", [0.1], {}, 1j, torch.ones(2)])
 def test_what_is_no_number_is_refused(root: Path, value: Any) -> None:
     """The message names task and metric, and nothing is written."""
     with pytest.raises(UsageError, match=r"hellaswag/acc is .*no number"):
