@@ -1,0 +1,168 @@
+"""Commands that need only the writer: ids of runs and checkpoints, and evaluations.
+
+They raise `LlmtrackError`; ``llmtrack.__main__`` makes one line and an exit status of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from .checkpoint import identify
+from .errors import UsageError
+from .evals import EvalFile, EvalValue, to_json, write_evals
+from .lineage import new_run_id
+from .lm_eval import import_lm_eval
+
+_PATH: Final = click.Path(path_type=Path)
+_json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print an array of rows.")
+
+
+def _example(*lines: str) -> str:
+    """Return the end of a help page; the first character keeps click from filling the lines."""
+    return "\n".join(("\b", "Example:", *(f"  {line}" for line in lines)))
+
+
+def _place_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add what both ways to log an evaluation take."""
+    for option in (
+        _json_option,
+        click.option(
+            "--root",
+            type=_PATH,
+            default=".",
+            envvar="LLMTRACK_DIR",
+            show_default="the current folder",
+            show_envvar=True,
+            help="The folder that holds the runs.",
+        ),
+        click.option("--run", "run_id", help="The run that recorded the checkpoint; looked for when not given."),
+        click.option("--tokens", type=int, help="Of the checkpoint; needed only where no run has recorded it."),
+        click.option("--ckpt", "ckpt_id", required=True, metavar="ID", help="As `llmtrack ckpt-id` prints it."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command("id", epilog=_example("export LLMTRACK_RUN_ID=$(llmtrack id)", "sbatch --requeue train.sbatch"))
+@_json_option
+def new_id(*, as_json: bool) -> None:
+    """Print a new run id, to choose it before the job starts."""
+    _print([{"run_id": new_run_id()}], "run_id", as_json=as_json)
+
+
+@click.command("ckpt-id", epilog=_example("llmtrack ckpt-id checkpoints/step_4000 --tokens 16777216000 --quick"))
+@click.argument("path", type=_PATH)
+@click.option("--tokens", type=int, required=True, help="Tokens seen by the run when it was saved.")
+@click.option("--quick", is_flag=True, help="Sizes and samples only: the form that a run records by itself.")
+@_json_option
+def ckpt_id(path: Path, tokens: int, *, quick: bool, as_json: bool) -> None:
+    """Print the id of a checkpoint, made of its files and its token count.
+
+    The id is the same wherever the file or folder lies and whatever it is called. A quick id and a full one of the
+    same checkpoint differ: use the form that the run recorded, which is the quick one unless it was told otherwise.
+    """
+    identity = identify(path, tokens, full=not quick)
+    row = {"ckpt_id": identity.ckpt_id, "tokens": tokens, "path": str(path), "bytes": identity.bytes}
+    _print([row], "ckpt_id", as_json=as_json)
+
+
+@click.group("eval", epilog=_example('llmtrack eval import results_2025-01-02.json --ckpt "$CKPT"'))
+def evaluation() -> None:
+    """Keep evaluations of checkpoints, from any host, at any time."""
+
+
+@evaluation.command(
+    "add", epilog=_example('llmtrack eval add --ckpt "$CKPT" --task hellaswag --metric acc --value 0.61 --stderr 0.01')
+)
+@click.option("--task", required=True, help="For example hellaswag.")
+@click.option("--metric", required=True, help="For example acc.")
+@click.option("--value", type=float, required=True, help="The number; nan and inf are numbers.")
+@click.option("--stderr", type=float, help="Its standard error.")
+@click.option("--harness", help="What measured it.")
+@click.option("--harness-version", help="Its version.")
+@click.option("--prompt-hash", help="Anything that differs when the prompts differ.")
+@click.option("--details", metavar="JSON", help="Anything else.")
+@_place_options
+def eval_add(
+    *,
+    task: str,
+    metric: str,
+    value: float,
+    stderr: float | None,
+    harness: str | None,
+    harness_version: str | None,
+    prompt_hash: str | None,
+    details: str | None,
+    as_json: bool,
+    **place: Any,
+) -> None:
+    """Keep one value that was measured on a checkpoint, and print its file.
+
+    Adding is never replacing: a second value of the same task and metric stands beside the first.
+    """
+    text = None if details is None else _compact(details)
+    measured = EvalValue(task, metric, value, stderr, prompt_hash, text)
+    written = write_evals(values=[measured], harness=harness, harness_version=harness_version, **place)
+    _report(written, place, as_json=as_json)
+
+
+@evaluation.command(
+    "import", epilog=_example('llmtrack eval import results_2025-01-02.json --ckpt "$CKPT" --root /shared/runs')
+)
+@click.argument("file", type=_PATH)
+@_place_options
+def eval_import(file: Path, *, as_json: bool, **place: Any) -> None:
+    """Keep every value of a result file of lm-evaluation-harness, and print the file they went to.
+
+    Importing the same file again for the same checkpoint changes nothing.
+    """
+    _report(import_lm_eval(path=file, **place), place, as_json=as_json)
+
+
+COMMANDS: Final[tuple[click.Command, ...]] = (new_id, ckpt_id, evaluation)
+
+
+def _compact(details: str) -> str:
+    try:
+        value = json.loads(details)
+    except ValueError as error:
+        raise UsageError(f"--details is no JSON: {error}", hint="""as in --details '{"limit": 100}'""") from error
+    return to_json(value)
+
+
+def _report(written: EvalFile, place: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print the rows or the file, and on stderr what is worth knowing about where it went."""
+    if not written.is_new:
+        click.echo("these results are there already", err=True)
+    if not written.is_matched:
+        click.echo(
+            f"{place['ckpt_id']} is not recorded in {place['run_id'] or place['root']}: kept as unmatched until it is "
+            "(a run records quick ids unless told otherwise)",
+            err=True,
+        )
+    file = str(written.path)
+    rows = [
+        {**row, "time": row["time"].isoformat(), "run_id": written.run_id, "matched": written.is_matched, "file": file}
+        for row in written.table.to_pylist()
+    ]
+    _print(rows, "file", as_json=as_json)
+
+
+def _print(rows: Iterable[dict[str, Any]], column: str, *, as_json: bool) -> None:
+    """Print rows as JSON, where NaN is null, or what one column holds."""
+    if as_json:
+        plain = [{key: _finite(value) for key, value in row.items()} for row in rows]
+        click.echo(json.dumps(plain, ensure_ascii=False, indent=2))
+    else:
+        for text in dict.fromkeys(str(row[column]) for row in rows):
+            click.echo(text)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
