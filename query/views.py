@@ -1,0 +1,247 @@
+"""Open a root as SQL: `connect` makes the views of `views.sql` over its sealed and open parts, `refresh` takes in what is new."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import tempfile
+import weakref
+from collections.abc import Collection, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+import duckdb
+import pyarrow as pa
+
+from llmtrack.writer.errors import UsageError
+from llmtrack.writer.format import SCHEMAS, TIME
+
+from .log import POINT_COLUMNS, SMALL_TABLES, Log, News
+
+STALLED_AFTER_S: Final = 900.0  # 30 heartbeats; storage that stands still for ten minutes is no reason to call a run dead
+LOST_AFTER_S: Final = 86_400.0  # a day: whoever had a queue in mind would have noticed
+
+_KEYS: Final = [("run_id", pa.string()), ("segment", pa.int64())]
+_POINTS: Final = pa.schema([*_KEYS, ("part", pa.int64()), *(SCHEMAS["metrics"].field(name) for name in POINT_COLUMNS)])
+_REACHED: Final = pa.schema(
+    [*_KEYS, ("time", TIME), ("step", pa.int64()), ("tokens", pa.int64()), ("dropped", pa.int64())]
+)
+_DAMAGES: Final = pa.schema(
+    [*_KEYS, ("path", pa.string()), ("first_byte", pa.int64()), ("end_byte", pa.int64()), ("reason", pa.string())]
+)
+_NOW: Final = pa.schema([("time", TIME), ("stalled_before", TIME), ("lost_before", TIME)])
+_HIVE: Final = "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'segment': BIGINT}"
+_CONFIG: Final[dict[str, str | bool | int | float | list[str]]] = {
+    # Nodes without internet: whatever is not there must fail at once instead of being looked for.
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+}
+
+
+class _State:
+    """What belongs to one connection."""
+
+    def __init__(self, log: Log, runs: frozenset[str] | None, *, points: bool, stalled_s: float, lost_s: float) -> None:
+        self.log = log
+        self.runs = runs
+        self.points = points
+        self.stalled = dt.timedelta(seconds=stalled_s)
+        self.lost = dt.timedelta(seconds=lost_s)
+
+
+_states: weakref.WeakKeyDictionary[duckdb.DuckDBPyConnection, _State] = weakref.WeakKeyDictionary()
+
+
+def connect(
+    root: str | os.PathLike[str],
+    *,
+    runs: Collection[str] | None = None,
+    points: bool = True,
+    stalled_after_s: float | None = None,
+    lost_after_s: float | None = None,
+) -> duckdb.DuckDBPyConnection:
+    """Open a root as a snapshot of this moment, with the views of `views.sql`.
+
+    Args:
+        root: The folder that holds the runs.
+        runs: See only these runs and the runs they were forked from; None: all. What others have on disk is not read.
+        points: False leaves out all points (`metrics`, `live`, `history`, `evals`), for a quick look at the runs.
+        stalled_after_s: Silence after which a running run counts as stalled; None: `LLMTRACK_STALLED_AFTER`, or 900.
+        lost_after_s: Silence after which it counts as lost; None: `LLMTRACK_LOST_AFTER`, or 86,400.
+
+    Raises:
+        UsageError: There is no such folder or run.
+    """
+    stalled_s = _seconds("LLMTRACK_STALLED_AFTER", STALLED_AFTER_S) if stalled_after_s is None else stalled_after_s
+    lost_s = _seconds("LLMTRACK_LOST_AFTER", LOST_AFTER_S) if lost_after_s is None else lost_after_s
+    log = Log(Path(os.path.abspath(root)))
+    con = duckdb.connect(config=_CONFIG)
+    con.execute(f"SET temp_directory = {_literal(os.path.join(tempfile.gettempdir(), f'llmtrack-{os.getpid()}'))}")
+    con.execute("SET TimeZone = 'UTC'")
+    con.execute("CREATE SCHEMA log")
+    for table, schema in (
+        *((_table_name(name), pa.schema([*_KEYS, *SCHEMAS[name]])) for name in SMALL_TABLES),
+        ("open_points", _POINTS),
+    ):
+        _replace(con, table, schema.empty_table())
+    _states[con] = _State(
+        log, None if runs is None else frozenset(runs), points=points, stalled_s=stalled_s, lost_s=lost_s
+    )
+    refresh(con)
+    return con
+
+
+def refresh(con: duckdb.DuckDBPyConnection) -> None:
+    """Take in what is new in the root of a connection made by `connect`, reading only that.
+
+    Cursors of the connection see the root as it was until this returns, and as it is afterwards.
+
+    Raises:
+        UsageError: The connection was not made by `connect`.
+    """
+    state = _state(con)
+    news = state.log.read(state.runs, points=state.points)
+    con.execute("BEGIN")
+    try:
+        _apply(con, state, news)
+        con.execute("COMMIT")
+    except BaseException:
+        con.execute("ROLLBACK")
+        raise
+
+
+def set_aside(con: duckdb.DuckDBPyConnection, path: str, reason: str) -> None:
+    """Leave out a Parquet file that turned out to be unreadable; `damages` has it from now on.
+
+    Raises:
+        UsageError: The connection was not made by `connect`.
+    """
+    _state(con).log.set_aside(path, reason)
+    refresh(con)
+
+
+def _state(con: duckdb.DuckDBPyConnection) -> _State:
+    state = _states.get(con)
+    if state is None:
+        raise UsageError("this connection was not made by llmtrack.query.connect", hint="con = connect(root)")
+    return state
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise UsageError(f"{variable}={text!r} is not a number", hint=f"give seconds, e.g. {variable}=900") from None
+
+
+def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
+    log = state.log
+    for table in SMALL_TABLES:
+        old = {*news.gone, *news.replaced.get(table, ())}
+        _delete(con, _table_name(table), ["run_id", "segment"], sorted(old))
+        if table in news.rows:
+            _insert(con, _table_name(table), news.rows[table])
+    _delete(con, "open_points", ["run_id", "segment"], news.gone)
+    _delete(con, "open_points", ["run_id", "segment", "part"], news.taken_back, from_seq=True)
+    if news.points is not None:
+        _insert(con, "open_points", news.points)
+    _replace(con, "folders", _rows(pa.schema(_KEYS), log.segments()))
+    _replace(
+        con,
+        "reached",
+        _rows(_REACHED, [(run, number, r.time, r.step, r.tokens, r.dropped) for run, number, r in log.reached()]),
+    )
+    _replace(
+        con,
+        "damages",
+        _rows(_DAMAGES, [(*owner, str(d.path), d.first_byte, d.end_byte, d.reason) for owner, d in log.damages()]),
+    )
+    now = dt.datetime.now(dt.UTC)
+    _replace(con, "now", _rows(_NOW, [(now, now - state.stalled, now - state.lost)]))
+    _make_point_views(con, state)
+    con.execute(resources.files(__package__).joinpath("views.sql").read_text())
+
+
+def _make_point_views(con: duckdb.DuckDBPyConnection, state: _State) -> None:
+    """Say where the points are: the files are named one by one, so that a snapshot stays what it was."""
+    columns = ", ".join(("run_id", "segment", *POINT_COLUMNS))
+    if not state.points:
+        nothing = "WHERE error('opened without points: connect(root, points=False)') IS NULL"
+        con.execute(f"CREATE OR REPLACE VIEW log.points AS SELECT {columns} FROM log.open_points {nothing}")
+        con.execute(f"CREATE OR REPLACE VIEW log.points_before AS SELECT {columns} FROM log.open_points {nothing}")
+    else:
+        sealed = state.log.sealed_parts()
+        before = state.log.sealed_parts_before()
+        for view, files in (("points", sealed), ("points_before", before)):
+            open_points = f"SELECT {columns} FROM log.open_points"
+            union = f"SELECT {columns} FROM read_parquet({_literal(files)}, {_HIVE}) UNION ALL " if files else ""
+            con.execute(f"CREATE OR REPLACE VIEW log.{view} AS {union}{open_points}")
+    evals = state.log.eval_files()
+    names = ", ".join(SCHEMAS["evals"].names)
+    if evals:
+        source = (
+            f"SELECT run_id, filename AS file, file_row_number AS row_number, {names} FROM read_parquet("
+            f"{_literal(evals)}, filename = true, file_row_number = true, hive_partitioning = true, "
+            "hive_types = {'run_id': VARCHAR})"
+        )
+    else:
+        _replace(
+            con,
+            "no_evals",
+            pa.schema([_KEYS[0], ("file", pa.string()), ("row_number", pa.int64()), *SCHEMAS["evals"]]).empty_table(),
+        )
+        source = "SELECT * FROM log.no_evals"
+    con.execute(f"CREATE OR REPLACE VIEW log.eval_rows AS {source}")
+
+
+def _table_name(table: str) -> str:
+    return "records" if table == "segments" else table
+
+
+def _rows(schema: pa.Schema, rows: Sequence[Sequence[object]]) -> pa.Table:
+    columns = list(zip(*rows, strict=True)) or [()] * len(schema)
+    return pa.table([pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)], schema)
+
+
+def _replace(con: duckdb.DuckDBPyConnection, table: str, rows: pa.Table) -> None:
+    _with_rows(con, rows, f"CREATE OR REPLACE TABLE log.{table} AS SELECT * FROM llmtrack_rows")
+
+
+def _insert(con: duckdb.DuckDBPyConnection, table: str, rows: pa.Table) -> None:
+    _with_rows(con, rows, f"INSERT INTO log.{table} SELECT * FROM llmtrack_rows")
+
+
+def _delete(
+    con: duckdb.DuckDBPyConnection,
+    table: str,
+    columns: Sequence[str],
+    keys: Sequence[Sequence[object]],
+    *,
+    from_seq: bool = False,
+) -> None:
+    if not keys:
+        return
+    types = {"run_id": pa.string()}
+    fields = [(name, types.get(name, pa.int64())) for name in (*columns, *(["seq"] if from_seq else []))]
+    same = " AND ".join(f"t.{name} = k.{name}" for name in columns) + (" AND t.seq >= k.seq" if from_seq else "")
+    _with_rows(
+        con,
+        _rows(pa.schema(fields), keys),
+        f"DELETE FROM log.{table} t WHERE EXISTS (SELECT 1 FROM llmtrack_rows k WHERE {same})",
+    )
+
+
+def _with_rows(con: duckdb.DuckDBPyConnection, rows: pa.Table, statement: str) -> None:
+    con.register("llmtrack_rows", rows)
+    try:
+        con.execute(statement)
+    finally:
+        con.unregister("llmtrack_rows")
+
+
+def _literal(value: str | Sequence[str]) -> str:
+    if isinstance(value, str):
+        return "'" + value.replace("'", "''") + "'"
+    return "[" + ", ".join(map(_literal, value)) + "]"
