@@ -18,9 +18,21 @@ from .errors import UsageError
 from .evals import EvalFile, EvalValue, to_json, write_evals
 from .lineage import new_run_id
 from .lm_eval import import_lm_eval
+from .maintenance import DEFAULT_SILENCE_S, seal_root
+from .verify import verify
 
 _PATH: Final = click.Path(path_type=Path)
+_DAMAGED: Final = 4  # exit status
 _json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print an array of rows.")
+_root_option: Final = click.option(
+    "--root",
+    type=_PATH,
+    default=".",
+    envvar="LLMTRACK_DIR",
+    show_default="the current folder",
+    show_envvar=True,
+    help="The folder that holds the runs.",
+)
 
 
 def _example(*lines: str) -> str:
@@ -32,15 +44,7 @@ def _place_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add what both ways to log an evaluation take."""
     for option in (
         _json_option,
-        click.option(
-            "--root",
-            type=_PATH,
-            default=".",
-            envvar="LLMTRACK_DIR",
-            show_default="the current folder",
-            show_envvar=True,
-            help="The folder that holds the runs.",
-        ),
+        _root_option,
         click.option("--run", "run_id", help="The run that recorded the checkpoint; looked for when not given."),
         click.option("--tokens", type=int, help="Of the checkpoint; needed only where no run has recorded it."),
         click.option("--ckpt", "ckpt_id", required=True, metavar="ID", help="As `llmtrack ckpt-id` prints it."),
@@ -125,7 +129,75 @@ def eval_import(file: Path, *, as_json: bool, **place: Any) -> None:
     _report(import_lm_eval(path=file, **place), place, as_json=as_json)
 
 
-COMMANDS: Final[tuple[click.Command, ...]] = (new_id, ckpt_id, evaluation)
+@click.command("seal", epilog=_example("llmtrack seal --root /shared/runs --run 'pretrain-7b-*'"))
+@_root_option
+@click.option("--run", "run", default="*", show_default=True, metavar="GLOB", help="Only runs whose id matches.")
+@click.option(
+    "--silence-s",
+    type=click.FloatRange(min=0),
+    default=DEFAULT_SILENCE_S,
+    show_default=True,
+    help="A writer that was not heard of for so long is gone; one that has ended is anyway.",
+)
+@_json_option
+@click.pass_context
+def seal(context: click.Context, *, root: Path, run: str, silence_s: float, as_json: bool) -> None:
+    """Turn what killed writers left open into Parquet.
+
+    Nothing is lost by not doing it: open parts are read like sealed ones. Exit status 4 when a part is damaged; it
+    stays open, and what is intact in it stays readable.
+    """
+    results = list(seal_root(root, run=run, silence_s=silence_s))
+    rows = [
+        {
+            "folder": str(result.folder),
+            "sealed": [str(path) for path in result.sealed],
+            "skipped": result.skipped,
+            "error": result.error,
+        }
+        for result in results
+    ]
+    lines = [
+        f"{result.folder}: {result.error or result.skipped or f'{len(result.sealed)} sealed'}" for result in results
+    ]
+    _print(rows, lines, as_json=as_json)
+    if any(result.error for result in results):
+        context.exit(_DAMAGED)
+
+
+@click.command("verify", epilog=_example("llmtrack verify --root /shared/runs --deep"))
+@_root_option
+@click.option("--deep", is_flag=True, help="Read sealed parts whole, too, and compare their digests.")
+@_json_option
+@click.pass_context
+def verify_root(context: click.Context, *, root: Path, deep: bool, as_json: bool) -> None:
+    """Check every file of a root, and list what is damaged or missing.
+
+    Exit status 4 when something that was written cannot be read. What a kill leaves (a last batch that is not whole, a
+    segment without a record) is listed, and is no damage.
+    """
+    report = verify(root, deep=deep)
+    rows = [
+        {
+            "path": str(finding.path),
+            "kind": finding.kind,
+            "reason": finding.reason,
+            "first_byte": finding.first_byte,
+            "end_byte": finding.end_byte,
+        }
+        for finding in report.findings
+    ]
+    _print(rows, map(str, report.findings), as_json=as_json)
+    click.echo(
+        f"{report.runs} runs, {report.segments} segments, {report.open_parts} open and {report.sealed_parts} sealed "
+        f"parts, {report.rows} rows, {report.bytes} bytes: {'intact' if report.is_intact else 'NOT intact'}",
+        err=True,
+    )
+    if not report.is_intact:
+        context.exit(_DAMAGED)
+
+
+COMMANDS: Final[tuple[click.Command, ...]] = (new_id, ckpt_id, evaluation, seal, verify_root)
 
 
 def _compact(details: str) -> str:
@@ -154,14 +226,15 @@ def _report(written: EvalFile, place: Mapping[str, Any], *, as_json: bool) -> No
     _print(rows, "file", as_json=as_json)
 
 
-def _print(rows: Iterable[dict[str, Any]], column: str, *, as_json: bool) -> None:
-    """Print rows as JSON, where NaN is null, or what one column holds."""
+def _print(rows: Iterable[dict[str, Any]], lines: str | Iterable[str], *, as_json: bool) -> None:
+    """Print rows as JSON, where NaN is null, or lines; the name of a column stands for what it holds."""
     if as_json:
         plain = [{key: _finite(value) for key, value in row.items()} for row in rows]
         click.echo(json.dumps(plain, ensure_ascii=False, indent=2))
-    else:
-        for text in dict.fromkeys(str(row[column]) for row in rows):
-            click.echo(text)
+        return
+    texts = (str(row[lines]) for row in rows) if isinstance(lines, str) else lines
+    for text in dict.fromkeys(texts):
+        click.echo(text)
 
 
 def _finite(value: Any) -> Any:

@@ -42,6 +42,10 @@ class Finding:
     first_byte: int = 0
     end_byte: int = 0
 
+    def __str__(self) -> str:
+        where = f" (bytes {self.first_byte} to {self.end_byte})" if self.end_byte else ""
+        return f"{self.kind}: {self.path}: {self.reason}{where}"
+
     @property
     def is_loss(self) -> bool:
         """Return whether something that was written cannot be read."""
