@@ -215,6 +215,7 @@ class Log:
         small: dict[str, list[pa.Table]] = defaultdict(list)
         wanted, done = set(there if runs is None else runs), set[str]()
         touched: list[_Segment] = []
+        self._list_evals(os.path.join(self.root, EVALS_FOLDER))  # of checkpoints that no run had recorded at the time
         while wanted:
             new = list(self._list_runs(sorted(wanted), news))
             self._read_small_tables(new, news, small)
@@ -299,9 +300,7 @@ class Log:
             if table == "segments":
                 self._take_in_records(rows)
 
-    def _read_rows(
-        self, table: str, changed: Sequence[tuple[_Segment, list[int]]], news: News
-    ) -> pa.Table | None:
+    def _read_rows(self, table: str, changed: Sequence[tuple[_Segment, list[int]]], news: News) -> pa.Table | None:
         tables, keys = [], []
         for segment, parts in changed:
             if any(segment.open.get((table, part)) for part in parts):
@@ -380,7 +379,9 @@ class Log:
     def _read_points(self, segment: _Segment, listing: _Listing, news: News) -> list[pa.Table]:
         chunks: list[pa.Table] = []
         next_seq: int | None = None
-        for part in sorted({part for table, part in listing.open if table == "metrics"} | segment.sealed.keys(), reverse=True):
+        for part in sorted(
+            {part for table, part in listing.open if table == "metrics"} | segment.sealed.keys(), reverse=True
+        ):
             entry = listing.open.get(("metrics", part))
             if entry is None:
                 if part != min(listing.sealed) and next_seq is None and _has_older_open(listing, part):

@@ -15,11 +15,13 @@ import duckdb
 import pyarrow as pa
 
 from llmtrack.writer.errors import UsageError
-from llmtrack.writer.format import SCHEMAS, TIME
+from llmtrack.writer.format import EVALS_FOLDER, SCHEMAS, TIME
 
 from .log import POINT_COLUMNS, SMALL_TABLES, Log, News
 
-STALLED_AFTER_S: Final = 900.0  # 30 heartbeats; storage that stands still for ten minutes is no reason to call a run dead
+STALLED_AFTER_S: Final = (
+    900.0  # 30 heartbeats; storage that stands still for ten minutes is no reason to call a run dead
+)
 LOST_AFTER_S: Final = 86_400.0  # a day: whoever had a queue in mind would have noticed
 
 _KEYS: Final = [("run_id", pa.string()), ("segment", pa.int64())]
@@ -181,10 +183,11 @@ def _make_point_views(con: duckdb.DuckDBPyConnection, state: _State) -> None:
     evals = state.log.eval_files()
     names = ", ".join(SCHEMAS["evals"].names)
     if evals:
+        # Not hive_partitioning: it wants the same folders above every file, and ROOT/evals has no run above it.
+        run_id = f"nullif(regexp_extract(filename, 'run_id=([^/]*)/{EVALS_FOLDER}/[^/]*$', 1), '')"
         source = (
-            f"SELECT run_id, filename AS file, file_row_number AS row_number, {names} FROM read_parquet("
-            f"{_literal(evals)}, filename = true, file_row_number = true, hive_partitioning = true, "
-            "hive_types = {'run_id': VARCHAR})"
+            f"SELECT {run_id} AS run_id, filename AS file, file_row_number AS row_number, {names} FROM read_parquet("
+            f"{_literal(evals)}, filename = true, file_row_number = true, hive_partitioning = false)"
         )
     else:
         _replace(
