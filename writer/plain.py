@@ -14,7 +14,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence, ValuesView
-from collections.abc import Set as AnySet
+from collections.abc import Set as AbstractSet
 from decimal import Decimal
 from enum import Enum
 from numbers import Integral, Real
@@ -22,7 +22,7 @@ from typing import Final, TypeAlias, cast
 
 from .errors import UsageError
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 _DEPTH_LIMIT: Final = 32  # no configuration is deeper, and what seems to be refers to itself
 _VALUES_LIMIT: Final = 100_000  # a trainer that is to start must not turn a data set into text first
@@ -72,10 +72,10 @@ class _Reader:
             return self._plain(get(), key)
         except UsageError:
             raise
-        except Exception as error:  # noqa: BLE001 the object is the caller's, and asking it may raise anything
+        except Exception as error:  # noqa: BLE001  # the object is the caller's, and asking it may raise anything
             return self._opaque(f"unreadable: {type(error).__name__}", key)
 
-    def _plain(self, value: object, key: str) -> Json:
+    def _plain(self, value: object, key: str) -> Json:  # noqa: PLR0911  # a line for each kind
         self._values += 1
         if value is None or isinstance(value, bool):
             return value
@@ -98,7 +98,7 @@ class _Reader:
         finally:
             self._open.discard(id(value))
 
-    def _compound(self, value: object, key: str) -> Json:
+    def _compound(self, value: object, key: str) -> Json:  # noqa: C901, PLR0911  # a line for each kind
         if isinstance(value, Mapping) or _answers(value, "keys", "__getitem__"):
             items = cast("Mapping[object, object]", value)
             return self._mapping(list(items.keys()), items.__getitem__, key)
@@ -117,7 +117,7 @@ class _Reader:
             return _text(bytes(value).decode("utf-8", "backslashreplace"))
         if isinstance(value, (Sequence, ValuesView)):
             return self._list(value, key)
-        if isinstance(value, AnySet):
+        if isinstance(value, AbstractSet):
             return sorted(self._list(value, key), key=_sortable)
         if _answers(value, "tolist") and hasattr(value, "shape"):
             return self._array(value, key)

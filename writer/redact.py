@@ -85,13 +85,13 @@ def _redacted_list(values: list[Json]) -> list[Json]:
         is_value = name and not (isinstance(value, str) and _OPTION.fullmatch(value))
         result.append(REDACTED if is_value and _is_secret(name, value) else _redacted(value))
         names_next = isinstance(value, str) and (
-            _OPTION.fullmatch(value) or (len(values) == 2 and is_secret_name(value))  # noqa: PLR2004 a pair is two
+            _OPTION.fullmatch(value) or (len(values) == 2 and is_secret_name(value))  # noqa: PLR2004  # a pair is two
         )
         name = str(value) if names_next else ""
     return result
 
 
-def _is_secret(name: str, value: Json) -> bool:
+def _is_secret(name: str, value: Json) -> bool:  # noqa: PLR0911  # a line for each kind of name
     if value is None or isinstance(value, bool) or value in ("", [], {}):
         return False  # that there is none is worth knowing
     if isinstance(value, (int, float)):
