@@ -26,7 +26,7 @@ def train(root: Path, saved: dict[str, Any] | None, loss: float) -> None:
     assert_type(run.start_step, int)
     assert_type(run.start_tokens, int)
     run.log({"train/loss": loss, "train/lr": 3e-4}, step=1, tokens=4096)
-    assert_type(run.meta(step=1, tokens=4096), dict[str, Any])
+    assert_type(run.meta(step=1, tokens=4096), dict[str, str | int | None])
     run.checkpoint(root / "step-1", step=1, tokens=4096)
     run.checkpoint("checkpoints/step-1", step=1, tokens=4096)
     run.alert("data", "a shard was empty", step=1, tokens=4096)
