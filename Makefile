@@ -51,7 +51,7 @@ build: .venv/.dev ## wheel and source archive; then the wheel installed and test
 	$(BIN)/python -m venv build/venv
 	$(WHEEL_PIP) install dist/*.whl
 	build/venv/bin/python tests/packaging/base_install.py
-	$(WHEEL_PIP) install "$$(echo dist/*.whl)[sync]" hypothesis psutil pytest
+	$(WHEEL_PIP) install "$$(echo dist/*.whl)[sync]" hypothesis numpy psutil pytest
 	mkdir build/away && cp -R pyproject.toml tests build/away
 	cd build/away && ../venv/bin/python -m pytest tests/unit --ignore-glob='*mlflow*'
 
