@@ -49,7 +49,8 @@ def root(tmp_path: Path) -> Path:
 def rows(path: Path | None) -> list[dict[str, Any]]:
     """Return the rows of one file of evaluations."""
     assert path is not None
-    found: list[dict[str, Any]] = pq.read_table(path, partitioning=None).to_pylist()
+    with pq.ParquetFile(path) as file:  # read_table would add the folders' names as columns
+        found: list[dict[str, Any]] = file.read().to_pylist()
     return found
 
 
@@ -157,8 +158,9 @@ def test_what_is_no_number_is_refused(root: Path, value: Any) -> None:
     """The message names task and metric, and nothing is written."""
     with pytest.raises(UsageError, match=r"hellaswag/acc is .*no number"):
         log_eval(root, CKPT, "hellaswag", {"ok": 1.0, "acc": value})
+    stderr: dict[str, Any] = {"acc": "N/A"}
     with pytest.raises(UsageError, match="stderr of hellaswag/acc is 'N/A'"):
-        log_eval(root, CKPT, "hellaswag", {"acc": 1.0}, stderr={"acc": "N/A"})  # type: ignore[dict-item]
+        log_eval(root, CKPT, "hellaswag", {"acc": 1.0}, stderr=stderr)
     assert not (root / "run_id=b" / "evals").exists()
 
 
@@ -231,8 +233,9 @@ def test_disabled_writes_nothing_and_still_checks(root: Path, monkeypatch: pytes
     """LLMTRACK_MODE=disabled is a no-op for right calls."""
     monkeypatch.setenv("LLMTRACK_MODE", "disabled")
     assert log_eval(root, CKPT, "t", {"acc": 1.0}) is None
+    wrong: dict[str, Any] = {"acc": "1.0"}
     with pytest.raises(UsageError):
-        log_eval(root, CKPT, "t", {"acc": "1.0"})  # type: ignore[dict-item]
+        log_eval(root, CKPT, "t", wrong)
     assert not list(root.rglob("*.parquet"))
 
 
