@@ -17,7 +17,7 @@ import pyarrow as pa
 from llmtrack.writer.errors import UsageError
 from llmtrack.writer.format import EVALS_FOLDER, SCHEMAS, TIME
 
-from .log import POINT_COLUMNS, SMALL_TABLES, Log, News
+from .log import SMALL_TABLES, Log, News
 
 STALLED_AFTER_S: Final = (
     900.0  # 30 heartbeats; storage that stands still for ten minutes is no reason to call a run dead
@@ -25,7 +25,8 @@ STALLED_AFTER_S: Final = (
 LOST_AFTER_S: Final = 86_400.0  # a day: whoever had a queue in mind would have noticed
 
 _KEYS: Final = [("run_id", pa.string()), ("segment", pa.int64())]
-_POINTS: Final = pa.schema([*_KEYS, ("part", pa.int64()), *(SCHEMAS["metrics"].field(name) for name in POINT_COLUMNS)])
+_POINT_COLUMNS: Final = ("seq", "time", "step", "tokens", "name", "value")
+_POINTS: Final = pa.schema([*_KEYS, ("part", pa.int64()), *(SCHEMAS["metrics"].field(name) for name in _POINT_COLUMNS)])
 _REACHED: Final = pa.schema(
     [*_KEYS, ("time", TIME), ("step", pa.int64()), ("tokens", pa.int64()), ("dropped", pa.int64())]
 )
@@ -103,10 +104,10 @@ def refresh(con: duckdb.DuckDBPyConnection) -> None:
         UsageError: The connection was not made by `connect`.
     """
     state = _state(con)
-    news = state.log.read(state.runs, points=state.points)
     con.execute("BEGIN")
     try:
-        _apply(con, state, news)
+        take = (lambda rows: _insert(con, "open_points", rows)) if state.points else None
+        _apply(con, state, state.log.read(state.runs, take_points=take))
         con.execute("COMMIT")
     except BaseException:
         con.execute("ROLLBACK")
@@ -141,14 +142,12 @@ def _seconds(variable: str, default: float) -> float:
 def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
     log = state.log
     for table in SMALL_TABLES:
-        old = {*news.gone, *news.replaced.get(table, ())}
-        _delete(con, _table_name(table), ["run_id", "segment"], sorted(old))
-        if table in news.rows:
-            _insert(con, _table_name(table), news.rows[table])
+        old = sorted({*news.gone, *news.replaced[table]})
+        _delete(con, _table_name(table), ["run_id", "segment"], old)
+        for rows in news.rows.get(table, ()):
+            _insert(con, _table_name(table), rows)
     _delete(con, "open_points", ["run_id", "segment"], news.gone)
     _delete(con, "open_points", ["run_id", "segment", "part"], news.taken_back, from_seq=True)
-    if news.points is not None:
-        _insert(con, "open_points", news.points)
     _replace(con, "folders", _rows(pa.schema(_KEYS), log.segments()))
     _replace(
         con,
@@ -168,14 +167,14 @@ def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
 
 def _make_point_views(con: duckdb.DuckDBPyConnection, state: _State) -> None:
     """Say where the points are: the files are named one by one, so that a snapshot stays what it was."""
-    columns = ", ".join(("run_id", "segment", *POINT_COLUMNS))
+    columns = ", ".join(("run_id", "segment", *_POINT_COLUMNS))
     if not state.points:
         nothing = "WHERE error('opened without points: connect(root, points=False)') IS NULL"
         con.execute(f"CREATE OR REPLACE VIEW log.points AS SELECT {columns} FROM log.open_points {nothing}")
         con.execute(f"CREATE OR REPLACE VIEW log.points_before AS SELECT {columns} FROM log.open_points {nothing}")
     else:
         sealed = state.log.sealed_parts()
-        before = state.log.sealed_parts_before()
+        before = state.log.sealed_parts(places=True)
         for view, files in (("points", sealed), ("points_before", before)):
             open_points = f"SELECT {columns} FROM log.open_points"
             union = f"SELECT {columns} FROM read_parquet({_literal(files)}, {_HIVE}) UNION ALL " if files else ""

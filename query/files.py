@@ -1,0 +1,144 @@
+"""Single files and folders of a log, looked at without opening more than needed."""
+
+from __future__ import annotations
+
+import datetime as dt
+import errno
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from llmtrack.writer.format import HEARTBEAT, PART_FILE, RUN_FOLDER, SCHEMAS, SEGMENT_FOLDER
+
+# What a file system says of a path that was there a moment ago; ESTALE is NFS.
+VANISHED: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
+
+_PARQUET_MAGIC: Final = b"PAR1"
+_PARQUET_TAIL_BYTES: Final = 8  # the length of the footer, and the magic number
+_PARQUET_LEAST_BYTES: Final = 12
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far a segment is known to have come, and how many points it had to drop on the way."""
+
+    time: dt.datetime
+    step: int
+    tokens: int
+    dropped: int = 0
+
+
+@dataclass
+class Listing:
+    """The files of one segment.
+
+    Attributes:
+        open: Open parts by table and number.
+        sealed: Numbers of the sealed parts of metrics.
+        has_heartbeat: Whether there is a heartbeat, whatever is in it.
+    """
+
+    open: dict[tuple[str, int], str] = field(default_factory=dict)
+    sealed: set[int] = field(default_factory=set)
+    has_heartbeat: bool = False
+
+
+def list_names(folder: str) -> list[str]:
+    """Return the names in a folder; none when it is not there any more."""
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - pathlib makes an object of each of 10,000 names
+    except OSError as error:
+        if error.errno in VANISHED:
+            return []
+        raise
+
+
+def list_segment(folder: str) -> Listing:
+    """Return the parts in the folder of a segment; what is not ours is left out."""
+    listing = Listing()
+    for name in list_names(folder):
+        if name == HEARTBEAT:
+            listing.has_heartbeat = True
+        elif (part := PART_FILE.fullmatch(name)) and part[1] in SCHEMAS:
+            if part[3] == "arrows":
+                listing.open[part[1], int(part[2])] = f"{folder}/{name}"
+            elif part[1] == "metrics":
+                listing.sealed.add(int(part[2]))
+    return listing
+
+
+def owner_of(path: str) -> tuple[str, int]:
+    """Return run and segment from a path; segment 0 stands for what belongs to the run as a whole."""
+    names = Path(path).parts
+    run_id = next((match[1] for name in names if (match := RUN_FOLDER.fullmatch(name))), "")
+    number = next((int(match[1]) for name in names if (match := SEGMENT_FOLDER.fullmatch(name))), 0)
+    return run_id, number
+
+
+def size_of(path: str) -> int:
+    """Return the size in bytes; 0 when there is no telling."""
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - as above
+    except OSError:
+        return 0
+
+
+def read_heartbeat(path: str) -> Reached | None:
+    """Return what a heartbeat says, or None while it is being rewritten."""
+    try:
+        beat: dict[str, Any] = json.loads(Path(path).read_bytes())
+        return Reached(
+            dt.datetime.fromisoformat(beat["time"]), int(beat["step"]), int(beat["tokens"]), int(beat["dropped"])
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def parquet_fault(path: str) -> str:
+    """Return why a Parquet file cannot be opened, from its last bytes; nothing when it can."""
+    try:
+        with Path(path).open("rb", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            if size < _PARQUET_LEAST_BYTES:
+                return "is too short for a Parquet file"
+            file.seek(size - _PARQUET_TAIL_BYTES)
+            tail = file.read(_PARQUET_TAIL_BYTES)
+    except OSError as error:
+        return os.strerror(error.errno or 0)
+    footer_bytes = int.from_bytes(tail[:4], "little")
+    if tail[4:] != _PARQUET_MAGIC or footer_bytes > size - _PARQUET_LEAST_BYTES:
+        return "has no Parquet footer at its end"
+    return ""
+
+
+def sealed_first_seq(path: str) -> int | None:
+    """Return the lowest `seq` of a sealed part from its footer; None when it does not say."""
+    try:
+        return int((pq.read_metadata(path).metadata or {})[b"llmtrack.seq_first"])
+    except (pa.ArrowException, OSError, KeyError, ValueError):
+        return None
+
+
+def sealed_reached(path: str) -> Reached | None:
+    """Return the last place in a sealed part from the statistics in its footer; None when it has none."""
+    try:
+        footer = pq.read_metadata(path)
+    except (pa.ArrowException, OSError):
+        return None
+    last: dict[str, Any] = {}
+    for group in range(footer.num_row_groups):
+        for index in range(footer.num_columns):
+            column = footer.row_group(group).column(index)
+            name = column.path_in_schema
+            if column.is_stats_set and column.statistics.has_min_max:
+                found = column.statistics.max
+                last[name] = found if name not in last else max(last[name], found)
+    try:
+        return Reached(last["time"], last["step"], last["tokens"])
+    except KeyError:
+        return None
