@@ -1,0 +1,244 @@
+"""What the log says of each run: its facts, and which of its points belong to which run in a tracker.
+
+The path rules are not here: they are in the views of `query`, and this module only asks them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from .cursor import Mark
+from .sink import CANONICAL, PROVISIONAL, SUPERSEDED
+
+if TYPE_CHECKING:
+    import duckdb
+
+_BATCH_ROWS: Final = 2048  # DuckDB's own unit; after a crash as many are sent again
+_MEMORY: Final = "1GB"  # beyond it DuckDB sorts on disk
+
+_PART: Final = (
+    f"CASE WHEN superseded_by IS NOT NULL THEN '{SUPERSEDED}' WHEN settled THEN '{CANONICAL}' ELSE '{PROVISIONAL}' END"
+)
+
+# What a run's status means to a tracker. A lost run has no end record and no heartbeat: killed, as far as anyone knows.
+_STATUS: Final = {"running": "running", "stalled": "running", "finished": "finished", "failed": "failed"}
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The points of one segment that belong to one run in a tracker."""
+
+    segment: int
+    points: int
+    seq_sum: int
+    last_seq: int
+    first_tokens: int
+    last_tokens: int
+    last_ms: int
+    superseded_by: tuple[int, ...]
+
+    def mark(self) -> Mark:
+        """Return the mark that says that all of it was accepted."""
+        return Mark(self.last_seq, self.last_tokens, self.points, self.seq_sum)
+
+    def is_held(self, mark: Mark | None) -> bool:
+        """Return whether a mark says that all of it was accepted."""
+        return mark is not None and (mark.points, mark.seq_sum) == (self.points, self.seq_sum)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One process lifetime, as far as a tracker is told of it."""
+
+    segment: int
+    start_tokens: int | None
+    start_ms: int | None
+    end_ms: int | None
+    exit: str | None
+    host: str | None
+    world_size: int | None
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """One run of the log.
+
+    Attributes:
+        status: running, finished, failed or killed.
+        fork: What its first segment starts from, by name: `segment`, `tokens`, `ckpt`, `reason`, `recipe_diff`.
+        settled_to: Tokens of the newest checkpoint on the path, or of the head's start if that is higher.
+        parts: By kind and segment.
+    """
+
+    run_id: str
+    project: str
+    name: str
+    status: str
+    parent_run: str | None
+    fork: dict[str, str]
+    settled_to: int | None
+    start_ms: int
+    end_ms: int | None
+    git_commit: str | None
+    config: dict[str, Any]
+    recipe: dict[str, Any]
+    segments: list[Segment]
+    parts: dict[str, dict[int, Stretch]] = field(default_factory=dict)
+
+    def points(self, kind: str) -> int:
+        """Return how many points of a kind the run has."""
+        return sum(stretch.points for stretch in self.parts.get(kind, {}).values())
+
+
+def bound_memory(con: duckdb.DuckDBPyConnection) -> None:
+    """Let DuckDB sort on disk what does not fit into a gigabyte."""
+    con.execute(f"SET memory_limit = '{_MEMORY}'")
+
+
+def read_runs(con: duckdb.DuckDBPyConnection) -> list[LoggedRun]:
+    """Return all runs, parents before their children."""
+    parts = _parts(con)
+    segments = _segments(con)
+    settled_to = dict(
+        con.execute(
+            "SELECT run_id, max(tokens) FROM checkpoints WHERE superseded_by IS NULL GROUP BY run_id"
+        ).fetchall()
+    )
+    runs = {}
+    for run_id, project, name, parent, reason, status, first_ms, last_ms in con.execute(
+        "SELECT run_id, project, run_name, parent_run, fork_reason, status, epoch_ms(first_time), epoch_ms(last_time)"
+        " FROM runs ORDER BY run_id"
+    ).fetchall():
+        rows = [row for row in segments.get(run_id, []) if row["start_ms"] is not None]  # else its start is lost
+        first: dict[str, Any] = rows[0] if rows else {}
+        head_start = rows[-1]["start_tokens"] if rows else None
+        forked: dict[str, Any] = next((row for row in rows if parent is not None and row["from_run"] == parent), {})
+        fork = {
+            "reason": reason,
+            "segment": forked.get("from_segment"),
+            "tokens": forked.get("start_tokens"),
+            "ckpt": forked.get("from_ckpt"),
+            "recipe_diff": forked.get("recipe_diff"),
+        }
+        shown = _STATUS.get(status, "killed")
+        runs[run_id] = LoggedRun(
+            run_id=run_id,
+            project=project or "llmtrack",
+            name=name or run_id,
+            status=shown,
+            parent_run=parent,
+            fork={key: str(value) for key, value in fork.items() if value is not None},
+            settled_to=max((n for n in (settled_to.get(run_id), head_start) if n is not None), default=None),
+            start_ms=first.get("start_ms") or first_ms or 0,
+            end_ms=None if shown == "running" else last_ms,
+            git_commit=first.get("git_commit"),
+            config=_json(first.get("config")),
+            recipe=_json(first.get("recipe")),
+            segments=[Segment(**{key: row[key] for key in Segment.__annotations__}) for row in rows],
+            parts=parts.get(run_id, {}),
+        )
+    return _parents_first(runs)
+
+
+def read_part(
+    con: duckdb.DuckDBPyConnection, run_id: str, kind: str, segment: int, *, from_tokens: int | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Read the points of one part of one segment in the order of their `seq`, a few thousand at a time.
+
+    Args:
+        con: From `llmtrack.query.connect`; not to be used for anything else until the iterator is exhausted.
+        run_id: The run.
+        kind: `CANONICAL`, `PROVISIONAL` or `SUPERSEDED`.
+        segment: Number of the segment.
+        from_tokens: Leave out what has fewer tokens.
+    """
+    rows = con.sql(
+        "SELECT seq, epoch_ms(time) AS time_ms, step, tokens, name, value FROM metrics"
+        f" WHERE run_id = $run AND segment = $segment AND {_PART} = $kind AND ($tokens IS NULL OR tokens >= $tokens)"
+        " ORDER BY seq",
+        params={"run": run_id, "segment": segment, "kind": kind, "tokens": from_tokens},
+    )
+    read = getattr(rows, "to_arrow_reader", None) or getattr(rows, "fetch_arrow_reader")  # noqa: B009 - DuckDB 1
+    yield from read(_BATCH_ROWS)
+
+
+def names(con: duckdb.DuckDBPyConnection, run_id: str, kind: str, segments: list[int]) -> list[str]:
+    """Return the names of the metrics that some segments have in one part."""
+    return [
+        name
+        for (name,) in con.execute(
+            f"SELECT DISTINCT name FROM metrics WHERE run_id = $run AND {_PART} = $kind"
+            " AND segment IN (SELECT unnest($s)) ORDER BY name",
+            {"run": run_id, "kind": kind, "s": segments},
+        ).fetchall()
+    ]
+
+
+def agrees(
+    con: duckdb.DuckDBPyConnection, run_id: str, kind: str, stretches: dict[int, Stretch], marks: dict[int, Mark]
+) -> bool:
+    """Return whether the log still has, up to each mark, exactly the points that the mark counted."""
+    for segment, mark in marks.items():
+        stretch = stretches.get(segment)
+        if stretch is None:
+            if mark.points:
+                return False
+        elif not stretch.is_held(mark):
+            found = con.execute(
+                "SELECT count(*), coalesce(sum(seq), 0) FROM metrics"
+                f" WHERE run_id = $run AND segment = $segment AND {_PART} = $kind AND seq <= $seq",
+                {"run": run_id, "segment": segment, "kind": kind, "seq": mark.seq},
+            ).fetchone()
+            if found != (mark.points, mark.seq_sum):
+                return False
+    return True
+
+
+def _parts(con: duckdb.DuckDBPyConnection) -> dict[str, dict[str, dict[int, Stretch]]]:
+    parts: dict[str, dict[str, dict[int, Stretch]]] = {}
+    for run_id, kind, segment, points, seq_sum, last_seq, first, last, last_ms, superseded_by in con.execute(
+        f"SELECT run_id, {_PART} AS part, segment, count(*), sum(seq), max(seq), min(tokens), max(tokens),"
+        " max(epoch_ms(time)), list(DISTINCT superseded_by)"
+        " FROM metrics GROUP BY run_id, part, segment ORDER BY segment"
+    ).fetchall():
+        by = tuple(sorted(n for n in superseded_by or () if n is not None))
+        stretch = Stretch(segment, points, seq_sum, last_seq, first, last, last_ms, by)
+        parts.setdefault(run_id, {}).setdefault(kind, {})[segment] = stretch
+    return parts
+
+
+def _segments(con: duckdb.DuckDBPyConnection) -> dict[str, list[dict[str, Any]]]:
+    columns = (
+        "run_id", "segment", "start_tokens", "start_ms", "end_ms", "exit", "host", "world_size", "from_run",
+        "from_segment", "from_ckpt", "recipe_diff", "git_commit", "config", "recipe",
+    )  # fmt: skip
+    segments: dict[str, list[dict[str, Any]]] = {}
+    for row in con.execute(
+        "SELECT run_id, segment, start_tokens, epoch_ms(start_time), epoch_ms(end_time), exit, host, world_size,"
+        " from_run, from_segment, from_ckpt, recipe_diff, git_commit, config, recipe"
+        " FROM segments ORDER BY run_id, segment"
+    ).fetchall():
+        segments.setdefault(row[0], []).append(dict(zip(columns, row, strict=True)))
+    return segments
+
+
+def _json(text: str | None) -> dict[str, Any]:
+    content = json.loads(text) if text else {}
+    return content if isinstance(content, dict) else {"value": content}
+
+
+def _parents_first(runs: dict[str, LoggedRun]) -> list[LoggedRun]:
+    ordered: dict[str, LoggedRun] = {}
+    for run in runs.values():
+        line: dict[str, LoggedRun] = {}
+        ancestor: LoggedRun | None = run
+        while ancestor is not None and ancestor.run_id not in ordered and ancestor.run_id not in line:
+            line[ancestor.run_id] = ancestor
+            ancestor = runs.get(ancestor.parent_run or "")
+        ordered.update(reversed(line.items()))
+    return list(ordered.values())

@@ -1,0 +1,177 @@
+"""The command ``llmtrack-sync``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import click
+
+from llmtrack.writer.errors import LlmtrackError, RetryableSinkError, UsageError
+
+from . import cursor
+from .sink import sink_class
+
+EXIT_USAGE: Final = 1  # also authentication
+EXIT_INCOMPLETE: Final = 2
+EXIT_UNREACHABLE: Final = 3
+EXIT_DAMAGED: Final = 4
+EXIT_INTERRUPTED: Final = 130
+
+_VERIFIED: Final = {
+    "full": "every point read back and compared",
+    "fast": "the newest value of every metric compared",
+    "off": "not verified (--verify off)",
+}
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "LLMTRACK_SYNC"},
+    epilog="\b\nExamples:\n  llmtrack-sync runs --to mlflow\n"
+    "  llmtrack-sync runs --to mlflow --tracking-uri http://mlflow.example.org:5000 --run 'pretrain-*'\n\n"
+    "\b\nExit status: 0 everything sent and verified; 1 usage or authentication; 2 some runs incomplete;\n"
+    "3 tracker not reachable; 4 damaged data found, intact data sent; 130 interrupted.",
+)
+@click.argument("root", type=click.Path(path_type=Path))
+@click.option("--to", "tracker", required=True, metavar="TRACKER", help="The tracker: mlflow.")
+@click.option("--tracking-uri", metavar="URI", help="Its address. MLflow: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db.")
+@click.option("--run", "pattern", metavar="GLOB", help="Only runs whose id matches.")
+@click.option(
+    "--tail",
+    type=click.Choice(["side", "hold"]),
+    default="side",
+    show_default=True,
+    help="Points beyond the newest checkpoint: into a side run, or not at all until they are settled.",
+)
+@click.option(
+    "--superseded",
+    type=click.Choice(["side", "drop"]),
+    default="side",
+    show_default=True,
+    help="Points that a restart left behind: into a side run, or not at all.",
+)
+@click.option(
+    "--verify",
+    type=click.Choice(["full", "fast", "off"]),
+    default="full",
+    show_default=True,
+    help="Read back every point that was sent to a run, or the newest of each metric, or nothing.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=120.0,
+    show_default=True,
+    metavar="S",
+    help="Give up when the tracker has taken nothing for so many seconds.",
+)
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    show_default="~/.local/state/llmtrack",
+    help="Where cursors are kept. They may be lost: then what the tracker holds is read back once.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be sent, from the log and the cursors alone.")
+@click.option("--json", "as_json", is_flag=True, help="Print an array with one row per run.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every run as it is done, and every wait.")
+def command(**options: Any) -> None:
+    """Replay the runs in ROOT into a tracker: each point once, at its time, read back and compared.
+
+    Settled points go into one run per training run. What a restart left behind, and what lies beyond the newest
+    checkpoint, goes into side runs of their own.
+    """
+    sys.exit(_sync(**options))
+
+
+def main() -> None:
+    """Run the command; every error is one line, its remedy and an exit status."""
+    try:
+        command(standalone_mode=False)
+    except LlmtrackError as error:
+        click.echo(f"llmtrack-sync: {error}", err=True)
+        sys.exit(EXIT_USAGE)
+    except click.ClickException as error:
+        usage = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "llmtrack-sync"
+        click.echo(f"llmtrack-sync: {error.format_message()}\n  try: {usage} --help", err=True)
+        sys.exit(EXIT_USAGE)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("llmtrack-sync: interrupted; what was accepted is remembered, and the next sync goes on", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _sync(
+    *,
+    root: Path,
+    tracker: str,
+    tracking_uri: str | None,
+    pattern: str | None,
+    tail: Literal["side", "hold"],
+    superseded: Literal["side", "drop"],
+    verify: Literal["full", "fast", "off"],
+    timeout_s: float,
+    state: Path | None,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> int:
+    began = time.monotonic()
+    sink = sink_class(tracker)(tracking_uri, timeout_s=timeout_s)
+    log = _open_log(root, pattern)
+
+    from . import once, show
+    from .replay import Options
+
+    options = Options(tail, superseded, verify)
+    runs, known = once.select(log, pattern)
+    damages = log.execute("SELECT path, first_byte, end_byte, reason FROM damages").fetchall()
+    for path, first, end, reason in damages:
+        click.echo(f"damaged: {path}: bytes {first} to {end}: {reason}", err=True)
+    try:
+        if dry_run:
+            outcome = once.plan(runs, sink, state or cursor.default_state(), log, options)
+        else:
+            with show.Console(quiet=quiet, verbose=verbose, tracker=sink.tracker) as console:
+                outcome = once.replay_all(
+                    log, runs, known, sink,
+                    state=state or cursor.default_state(), options=options, timeout_s=timeout_s, listener=console,
+                )  # fmt: skip
+    finally:
+        sink.close()
+        log.close()
+    if as_json:
+        click.echo(json.dumps(show.rows(outcome), indent=2))
+    elif not quiet:
+        seconds = time.monotonic() - began
+        click.echo(show.summary(outcome, seconds, sink.look, would=dry_run, verified=_VERIFIED[verify]))
+    if outcome.stopped_by is not None:
+        click.echo(f"llmtrack-sync: {outcome.stopped_by}", err=True)
+        return EXIT_UNREACHABLE if isinstance(outcome.stopped_by, RetryableSinkError) else EXIT_USAGE
+    if any(report.error for report in outcome.reports):
+        return EXIT_INCOMPLETE
+    return EXIT_DAMAGED if damages else 0
+
+
+def _open_log(root: Path, pattern: str | None) -> Any:
+    try:
+        from llmtrack import query
+        from llmtrack.query.log import Log
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not installed", hint="pip install 'llmtrack-log[mlflow]'") from error
+    if not root.is_dir():
+        raise UsageError(
+            f"there is no folder {root}", hint="llmtrack-sync ROOT, the folder with the run_id=... folders"
+        )
+    if pattern is None:
+        return query.connect(root)
+    matching = [run_id for run_id in Log(root).run_ids() if fnmatchcase(run_id, pattern)]
+    if not matching:
+        raise UsageError(f"no run in {root} matches {pattern!r}", hint="llmtrack ls shows the runs of a root")
+    return query.connect(root, runs=matching)

@@ -1,0 +1,229 @@
+"""MLflow's client, quiet, without retries of its own, and with errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import re
+import socket
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkError, UsageError
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+NAME: Final = "mlflow"
+_DEFAULT_URI: Final = "sqlite:///mlflow.db"
+_SQLITE_HEADER: Final = b"SQLite format 3\0"
+_DATABASE_PORTS: Final = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+_REQUEST_S: Final = 60.0  # a batch of a thousand takes a loaded server a second; MLflow's own default is 120
+_AUTHENTICATION: Final = frozenset({"UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "PERMISSION_DENIED"})
+_NO_ADDRESS: Final = frozenset(
+    {"InvalidUrlException", "InvalidURL", "InvalidSchema", "MissingSchema", "UnsupportedModelRegistryStoreURIException"}
+)
+# MLflow says INTERNAL_ERROR for every failure of the network and for every HTTP 500.
+_TRANSIENT: Final = frozenset(
+    {
+        "INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "WORKSPACE_TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED",
+        "RESOURCE_EXHAUSTED", "RESOURCE_LIMIT_EXCEEDED", "DEADLINE_EXCEEDED", "ABORTED", "IO_ERROR",
+    }
+)  # fmt: skip
+
+
+def resolve_uri(uri: str | None) -> str:
+    """Return the tracking address to use, a local database by its whole path.
+
+    Args:
+        uri: What the user said; None means MLFLOW_TRACKING_URI or a database beside the caller.
+
+    Raises:
+        UsageError: It is a file store, no address at all, or needs a package that is not installed.
+    """
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or _DEFAULT_URI
+    if importlib.util.find_spec("mlflow") is None:
+        raise UsageError("MLflow is not installed", hint="pip install 'llmtrack-log[mlflow]'")
+    scheme, colon, rest = uri.partition(":")
+    if scheme == "file" or not colon or uri.startswith((".", "/", "~")):
+        raise UsageError(
+            f"{uri!r} is an MLflow file store, which MLflow 3.13 and later refuse and which doubles what is sent twice",
+            hint="--tracking-uri sqlite:///mlflow.db writes a database that needs no server; "
+            "`mlflow migrate-filestore` takes an old ./mlruns over",
+        )
+    if re.match(r"[0-9]+(/|$)", rest):
+        raise UsageError(f"{uri!r} is no address", hint=f"--tracking-uri http://{uri}")
+    if scheme.partition("+")[0] in {"sqlite", *_DATABASE_PORTS} and importlib.util.find_spec("sqlalchemy") is None:
+        raise UsageError(
+            f"{without_credentials(uri)!r} needs the whole of MLflow, and only mlflow-skinny is installed",
+            hint="pip install mlflow, or give the address of a server",
+        )
+    if scheme == "sqlite":
+        return _resolve_sqlite(uri)
+    return uri.rstrip("/") if scheme in {"http", "https"} else uri
+
+
+def without_credentials(uri: str) -> str:
+    """Return an address that may be shown and kept."""
+    parts = urlsplit(uri)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
+
+
+def connect(uri: str, timeout_s: float) -> MlflowClient:
+    """Import MLflow and return its client; a local database is made if it is not there.
+
+    Args:
+        uri: From `resolve_uri`.
+        timeout_s: Upper limit for one request.
+
+    Raises:
+        RetryableSinkError: The tracker is not reachable.
+        RejectedError: It is reachable and not what it should be.
+    """
+    _settle_environment(timeout_s)
+    _reach_database(uri)
+    with warnings.catch_warnings(), translated(uri):
+        warnings.simplefilter("ignore")
+        from mlflow.tracking import MlflowClient
+
+        for name in ("mlflow", "alembic", "sqlalchemy"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what matters of it arrives here as an error
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        client.search_experiments(max_results=1)
+        return client
+
+
+def close(client: MlflowClient) -> None:
+    """Close what the client holds open: MLflow has no call for that, and its pool keeps a local database open."""
+    engine = getattr(_store(client), "engine", None)
+    if engine is not None:
+        engine.dispose()
+
+
+def metric_pages(client: MlflowClient, ref: str, key: str, page: int) -> Iterator[list[Any]]:
+    """Read a metric's history a page at a time; the public call of the client holds all of it in memory."""
+    token = None
+    while True:
+        found = _store(client).get_metric_history(run_id=ref, metric_key=key, max_results=page, page_token=token)
+        yield found
+        token = found.token
+        if token is None:
+            return
+
+
+@contextlib.contextmanager
+def translated(uri: str, run_id: str | None = None) -> Iterator[None]:
+    """Raise what MLflow raises as one of our errors.
+
+    Raises:
+        RetryableSinkError: The network, the server or the database did not get to an answer.
+        RejectedError: It answered no; with ``run_id=None`` when no run will fare better.
+        UsageError: The address cannot be one.
+    """
+    try:
+        yield
+    except LlmtrackError:
+        raise
+    except Exception as error:  # whatever the client's library raises, also outside its own MlflowException
+        raise _translate(error, without_credentials(uri), run_id) from error
+
+
+def _translate(error: Exception, uri: str, run_id: str | None) -> LlmtrackError:
+    text = re.sub(r"\s+", " ", str(error)).strip()
+    code = str(getattr(error, "error_code", ""))
+    causes = {kind.__name__ for cause in _chain(error) for kind in type(cause).__mro__}
+    if causes & _NO_ADDRESS:
+        return UsageError(f"{uri} is no address that MLflow knows: {text}", hint="http://HOST:PORT or sqlite:///FILE")
+    for holds, message, hint in (
+        (
+            causes & {"SSLError"},
+            f"the certificate of {uri} is not trusted: {text}",
+            "name the authority's file in MLFLOW_TRACKING_SERVER_CERT_PATH",
+        ),
+        (
+            "out-of-date database schema" in text,
+            f"{uri} was made by another version of MLflow: {text}",
+            f"mlflow db upgrade {uri}",
+        ),
+        (
+            "valid JSON format" in text,
+            f"{uri} answers, but not as an MLflow server does",
+            "check the address and the path in it",
+        ),
+        (
+            code in _AUTHENTICATION,
+            f"{uri} does not let us in ({code}): {text}",
+            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+        ),
+    ):
+        if holds:
+            return RejectedError(message, sink=NAME, hint=hint)
+    if code in _TRANSIENT or causes & {"OperationalError", "RequestException", "OSError"}:
+        *_, reason = _chain(error)  # the innermost says it shortest: connection refused, 503, database is locked
+        return RetryableSinkError(
+            f"{uri} is not reachable: {reason}",
+            sink=NAME,
+            run_id=run_id,
+            hint="see whether it runs and whether the address is right, then sync again: it goes on where it was",
+        )
+    return RejectedError(f"{uri} refused ({code or type(error).__name__}): {text}", sink=NAME, run_id=run_id or "")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _settle_environment(timeout_s: float) -> None:
+    """Say what MLflow reads when it is imported or called: our own waiting replaces its retries."""
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(max(1, int(min(_REQUEST_S, timeout_s)))))
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+    if "DO_NOT_TRACK" not in os.environ:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def _resolve_sqlite(uri: str) -> str:
+    location, _, query = uri.removeprefix("sqlite://").removeprefix("/").partition("?")
+    if not location:
+        raise UsageError(
+            f"{uri!r} is a database in memory: it would be gone at once", hint=f"--tracking-uri {_DEFAULT_URI}"
+        )
+    file = Path(unquote(location)).absolute()
+    if file.is_dir():
+        raise UsageError(f"{file} is a folder, not a database", hint=f"--tracking-uri sqlite:///{file / 'mlflow.db'}")
+    try:
+        with file.open("rb") as database:
+            start = database.read(len(_SQLITE_HEADER))
+    except FileNotFoundError:
+        start = b""
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}", hint="give a file of your own") from error
+    if start and start != _SQLITE_HEADER:
+        raise UsageError(f"{file} is not a SQLite database", hint=f"--tracking-uri {_DEFAULT_URI}")
+    return f"sqlite:///{file}" + (f"?{query}" if query else "")
+
+
+def _reach_database(uri: str) -> None:
+    """Fail at once when nobody listens: MLflow would try for 100 seconds without a word."""
+    parts = urlsplit(uri)
+    port = _DATABASE_PORTS.get(parts.scheme.partition("+")[0])
+    if port is None or parts.hostname is None:
+        return
+    try:
+        socket.create_connection((parts.hostname, parts.port or port), timeout=_REQUEST_S).close()
+    except OSError as error:
+        raise RetryableSinkError(f"{without_credentials(uri)} is not reachable: {error}", sink=NAME) from error
+
+
+def _store(client: MlflowClient) -> Any:
+    return client._tracking_client.store  # noqa: SLF001 - the public client neither pages nor closes

@@ -1,0 +1,263 @@
+"""Replays into MLflow: a server, or a database beside the caller. `docs/SYNC.md` says what a run looks like there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from llmtrack.writer.errors import RejectedError
+
+from . import mlflow_client
+from .mlflow_encode import MlflowEncoder, key_of, params_of, text_tags
+from .sink import CANONICAL, REPLACED, SUPERSEDED, Encoder, Record, RunSpec, TrackerRun
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+
+_BATCH_METRICS: Final = 1000  # the API refuses more
+_LANES: Final = 4  # over HTTP the client encodes while the server inserts; more than four gain nothing
+_PAGE_METRICS: Final = 10_000  # read back at once: 5 MB of MLflow's objects
+_PAGE_RUNS: Final = 500
+_SINGLE_SEARCHES: Final = 20  # above it, one search for all runs of an experiment is cheaper
+
+_STATUS: Final = {"running": "RUNNING", "finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+_COLOR: Final = {SUPERSEDED: "#c0c0c0", REPLACED: "#c0c0c0", "provisional": "#8c8c8c"}  # greys: not the curve itself
+
+_PARENT: Final = "mlflow.parentRunId"
+_NOTE: Final = "mlflow.note.content"
+_DESCRIBED: Final = "llmtrack.described"  # digest of the configuration whose parameters are all there
+
+
+class MlflowSink:
+    """The sink ``mlflow``. MLflow's database makes appending idempotent: equal metrics are one row there."""
+
+    name = mlflow_client.NAME
+    batch_records = _BATCH_METRICS
+
+    def __init__(self, uri: str | None, *, timeout_s: float) -> None:
+        self._uri = mlflow_client.resolve_uri(uri)
+        self._timeout_s = timeout_s
+        self._is_server = self._uri.startswith(("http://", "https://"))
+        self._experiments: dict[str, str] = {}
+        self._open: MlflowClient | None = None
+        self.tracker = mlflow_client.without_credentials(self._uri)
+        self.lanes = _LANES if self._is_server else 1  # in this process the inserting holds the interpreter
+        self.look = self.tracker if self._is_server else f"mlflow server --backend-store-uri {self.tracker}"
+
+    def open(self) -> None:
+        """Contact the tracker; a local database is made if it is not there."""
+        if self._open is None:
+            self._open = mlflow_client.connect(self._uri, self._timeout_s)
+
+    def close(self) -> None:
+        """Let go of connections and files."""
+        if self._open is not None:
+            mlflow_client.close(self._open)
+            self._open = None
+
+    @property
+    def _client(self) -> MlflowClient:
+        self.open()
+        assert self._open is not None  # noqa: S101 - open() returned
+        return self._open
+
+    def list_runs(self, project: str, run_ids: Sequence[str]) -> list[TrackerRun]:
+        """Return every run of these in MLflow that carries our tags, oldest first."""
+        with mlflow_client.translated(self._uri):
+            experiment = self._client.get_experiment_by_name(project)
+            if experiment is None:
+                return []
+            if experiment.lifecycle_stage != "active":
+                raise RejectedError(
+                    f"the experiment {project!r} was deleted in MLflow",
+                    sink=self.name,
+                    run_id=run_ids[0] if run_ids else "",
+                    hint=f"mlflow experiments restore -x {experiment.experiment_id}",
+                )
+            self._experiments[project] = experiment.experiment_id
+            if len(run_ids) > _SINGLE_SEARCHES:
+                filters = ["tags.`llmtrack.kind` != ''"]  # matches only runs that have the tag
+            else:
+                filters = [f"tags.`llmtrack.run_id` = '{run_id}'" for run_id in run_ids]
+            runs = [run for text in filters for run in self._search(experiment.experiment_id, text)]
+        wanted = set(run_ids)
+        return [run for run in map(self._tracker_run, runs) if run is not None and run.run_id in wanted]
+
+    def create(self, spec: RunSpec) -> TrackerRun:
+        """Make a run; its tags come with the request that makes it."""
+        tags = _tags(spec)
+        tags.pop(_DESCRIBED, None)  # not before the parameters are there
+        with mlflow_client.translated(self._uri, spec.run_id):
+            native = self._client.create_run(
+                self._experiment(spec.project), start_time=spec.start_ms, tags=tags, run_name=spec.name
+            )
+        return self.update(_ours(self._tracker_run(native)), spec)
+
+    def update(self, run: TrackerRun, spec: RunSpec) -> TrackerRun:
+        """Make a run what the spec says, and send only what differs."""
+        native: Run = run.native
+        tags = _tags(spec) | self._note(native, spec)
+        changed = {key: value for key, value in tags.items() if native.data.tags.get(key) != value}
+        renamed = spec.kind != CANONICAL and native.info.run_name != spec.name  # a user may rename the curve itself
+        status = _STATUS[spec.status]
+        ended = status != "RUNNING" and spec.end_ms is not None and native.info.end_time != spec.end_ms
+        if not (changed or renamed or ended or native.info.status != status):
+            return run
+        with mlflow_client.translated(self._uri, spec.run_id):
+            if changed:
+                self._describe(run.ref, spec, changed)
+            if renamed:
+                self._client.update_run(run.ref, name=spec.name)
+            if status == "RUNNING":
+                self._client.update_run(run.ref, status=status)
+            elif ended or native.info.status != status:
+                self._client.set_terminated(run.ref, status, end_time=spec.end_ms or native.info.end_time)
+            return _ours(self._tracker_run(self._client.get_run(run.ref)))
+
+    def prepare(self, run: TrackerRun, names: Iterable[str]) -> dict[str, str]:
+        """Write down what the names that MLflow refuses are called there, in tags ``llmtrack.name.<key>``."""
+        mapped = {name: key for name in names if (key := key_of(name)) != name}
+        tags: dict[str, str] = {}
+        for name, key in mapped.items():
+            tags.update(text_tags(f"llmtrack.name.{key}", name))
+        lacking = {key: value for key, value in tags.items() if run.native.data.tags.get(key) != value}
+        if lacking:
+            with mlflow_client.translated(self._uri, run.run_id):
+                self._log(run.ref, tags=lacking)
+        return mapped
+
+    def encoder(self) -> Encoder:
+        """Return an encoder for one part of one segment."""
+        return MlflowEncoder()
+
+    def append(self, run: TrackerRun, records: Sequence[Record]) -> None:
+        """Add at most a thousand metrics in one request."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(key, value, time_ms, tokens) for key, tokens, time_ms, value, _, _ in records]
+        with mlflow_client.translated(self._uri, run.run_id):
+            self._client.log_batch(run.ref, metrics=metrics)
+
+    def keys(self, run: TrackerRun) -> list[str]:
+        """Return every key that has metrics in a run."""
+        with mlflow_client.translated(self._uri, run.run_id):
+            return sorted(self._client.get_run(run.ref).data.metrics)
+
+    def read(self, run: TrackerRun, key: str) -> Iterator[Record]:
+        """Read back the history of one key."""
+        with mlflow_client.translated(self._uri, run.run_id):
+            for page in mlflow_client.metric_pages(self._client, run.ref, key, _PAGE_METRICS):
+                for metric in page:
+                    yield Record(key, metric.step, metric.timestamp, metric.value)
+
+    def delete(self, run: TrackerRun) -> None:
+        """Delete a run as MLflow does: it can be restored until ``mlflow gc``."""
+        with mlflow_client.translated(self._uri, run.run_id):
+            self._client.delete_run(run.ref)
+
+    def _experiment(self, project: str) -> str:
+        if project not in self._experiments:
+            from mlflow.exceptions import MlflowException
+
+            try:
+                self._experiments[project] = self._client.create_experiment(project)
+            except MlflowException as error:
+                there = self._client.get_experiment_by_name(project)
+                if error.error_code != "RESOURCE_ALREADY_EXISTS" or there is None:
+                    raise
+                self._experiments[project] = there.experiment_id
+        return self._experiments[project]
+
+    def _search(self, experiment_id: str, text: str) -> Iterator[Run]:
+        token = None
+        while True:
+            page = self._client.search_runs(
+                [experiment_id], text, max_results=_PAGE_RUNS, order_by=["attributes.start_time ASC"], page_token=token
+            )
+            yield from page
+            token = page.token
+            if not token:
+                return
+
+    def _tracker_run(self, native: Run) -> TrackerRun | None:
+        tags = native.data.tags
+        if "llmtrack.run_id" not in tags or "llmtrack.kind" not in tags:
+            return None
+        info = native.info
+        segment, generation = tags.get("llmtrack.segment", ""), tags.get("llmtrack.generation", "")
+        return TrackerRun(
+            ref=info.run_id,
+            run_id=tags["llmtrack.run_id"],
+            kind=tags["llmtrack.kind"],
+            segment=int(segment) if segment.isdecimal() else None,
+            generation=int(generation) if generation.isdecimal() else 1,
+            newest={
+                metric.key: Record(metric.key, metric.step, metric.timestamp, metric.value)
+                for metric in native.data._metric_objs  # noqa: SLF001 - the public dictionary has values alone
+            },
+            url=f"{self.tracker}/#/experiments/{info.experiment_id}/runs/{info.run_id}" if self._is_server else "",
+            native=native,
+        )
+
+    def _describe(self, ref: str, spec: RunSpec, tags: dict[str, str]) -> None:
+        """Write tags, and the parameters that are not there yet: MLflow never changes one."""
+        params, long_values = params_of(spec.config, spec.recipe)
+        if params and _DESCRIBED in tags:
+            there = self._client.get_run(ref).data.params
+            self._log(ref, params={key: value for key, value in params.items() if key not in there}, tags=long_values)
+        self._log(ref, tags=tags)
+
+    def _log(self, ref: str, *, params: dict[str, str] | None = None, tags: dict[str, str] | None = None) -> None:
+        from mlflow.entities import Param, RunTag
+
+        self._client.log_batch(
+            ref,
+            params=[Param(key, value) for key, value in (params or {}).items()],
+            tags=[RunTag(key, value) for key, value in (tags or {}).items()],
+        )
+
+    def _note(self, native: Run, spec: RunSpec) -> dict[str, str]:
+        """Return the tags of the note, unless somebody has written another one there."""
+        there = native.data.tags.get(_NOTE)
+        if not spec.note or (there is not None and native.data.tags.get("llmtrack.note") != _digest(there)):
+            return {}
+        return {_NOTE: spec.note, "llmtrack.note": _digest(spec.note)}
+
+
+def _tags(spec: RunSpec) -> dict[str, str]:
+    tags = {
+        "llmtrack.run_id": spec.run_id,
+        "llmtrack.kind": spec.kind,
+        "llmtrack.generation": str(spec.generation),
+    }
+    if spec.segment is not None:
+        tags["llmtrack.segment"] = str(spec.segment)
+    if spec.parent is not None:
+        tags[_PARENT] = spec.parent
+    if spec.kind in _COLOR:
+        tags["mlflow.runColor"] = _COLOR[spec.kind]
+    for key, value in spec.facts.items():
+        tags.update(text_tags(f"llmtrack.{key}", value))
+    if "git_commit" in spec.facts:
+        tags["mlflow.source.git.commit"] = spec.facts["git_commit"]
+    if spec.config or spec.recipe:
+        tags[_DESCRIBED] = _digest(json.dumps([spec.config, spec.recipe], sort_keys=True))
+    return tags
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _ours(run: Any) -> TrackerRun:
+    if run is None:
+        raise RejectedError(
+            "MLflow returned a run without the tags it was given",
+            sink=mlflow_client.NAME,
+            hint="look whether something between here and the server removes tags",
+        )
+    found: TrackerRun = run
+    return found

@@ -1,0 +1,387 @@
+"""Replays one run of the log into a tracker: classify, mark what became stale, send, read back, move the cursor.
+
+The log and what the tracker holds decide; the cursor only saves looking. Whatever is killed, and whenever, the next
+replay finds the runs in the tracker by their tags, sees what each of them lacks, and sends that and nothing else.
+
+A run in the tracker only ever gets points. When one holds a point that does not belong into it any more, it is
+replaced: marked as such, and made anew. Side runs that nothing belongs into, or that were replaced, are deleted once
+all else is verified; a canonical run never is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
+
+from llmtrack.writer.errors import RejectedError
+
+from . import describe
+from .classify import LoggedRun
+from .compare import Comparison, newest_digest
+from .cursor import Cursor, Held, Mark
+from .patience import Patience
+from .sender import Sender
+from .sink import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED, Record, RunSpec, Sink, TrackerRun
+from .target import PointReader, Target
+
+if TYPE_CHECKING:
+    import duckdb
+
+T = TypeVar("T")
+
+_SAVE_S: Final = 1.0  # about as much sending has to be repeated after a kill
+_REPAIRS: Final = 2  # times that what is lacking is sent before the run counts as incomplete
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user wants in the tracker, and how sure of it to be."""
+
+    tail: Literal["side", "hold"] = "side"
+    superseded: Literal["side", "drop"] = "side"
+    verify: Literal["full", "fast", "off"] = "full"
+
+    def leaves_out(self, kind: str) -> bool:
+        """Return whether points of a kind are not sent."""
+        return (kind == PROVISIONAL and self.tail == "hold") or (kind == SUPERSEDED and self.superseded == "drop")
+
+
+@dataclass
+class Report:
+    """What was done for one run.
+
+    Attributes:
+        points: Points in the log, by kind.
+        sent: Points that were sent, by kind.
+        held: Why points were not sent, by kind.
+        deleted: Side runs that were deleted.
+        ref: The tracker's id of the canonical run.
+        url: Where it can be seen.
+        notes: What a person should know.
+        error: Why it is incomplete; empty when it is not.
+    """
+
+    run_id: str
+    project: str
+    status: str
+    points: dict[str, int]
+    sent: dict[str, int] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
+    deleted: int = 0
+    ref: str = ""
+    url: str = ""
+    notes: list[str] = field(default_factory=list)
+    error: str = ""
+
+    def add_note(self, note: str) -> None:
+        """Add a note once."""
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+class Progress(Protocol):
+    """Hears of what happens while it happens, from several threads."""
+
+    def sent(self, points: int) -> None:
+        """Hear that so many more points were accepted."""
+        ...
+
+    def read(self, records: int) -> None:
+        """Hear that so many more records were read back."""
+        ...
+
+
+class Replay:
+    """Brings one run into one tracker.
+
+    Args:
+        con: From `llmtrack.query.connect`.
+        sink: The tracker, open.
+        run: The run as the log tells it.
+        cursor: What is remembered of it; its lock is held.
+        options: What to send.
+        patience: What to do about a tracker that does not answer.
+        progress: Hears of what happens.
+        parent: The tracker's id of the parent's canonical run, if it is there.
+    """
+
+    def __init__(
+        self,
+        con: duckdb.DuckDBPyConnection,
+        sink: Sink,
+        run: LoggedRun,
+        cursor: Cursor,
+        *,
+        options: Options,
+        patience: Patience,
+        progress: Progress,
+        parent: str | None,
+    ) -> None:
+        self._points = PointReader(con, sink, run)
+        self._sink = sink
+        self._run = run
+        self._cursor = cursor
+        self._options = options
+        self._patience = patience
+        self._progress = progress
+        self._parent = parent
+        self._generation = 1
+        self._retired: list[TrackerRun] = []
+        self.report = Report(run.run_id, run.project, run.status, {kind: run.points(kind) for kind in run.parts})
+
+    def execute(self, there: list[TrackerRun]) -> Report:
+        """Do it all.
+
+        Args:
+            there: Every run that the tracker has for this one.
+
+        Raises:
+            SinkError: The tracker does not answer, or refused; what was accepted is in the cursor.
+        """
+        self._forget_all_but({run.ref for run in there})
+        canonical = self._choose_canonical([run for run in there if run.segment is None])
+        sides = self._choose_sides([run for run in there if run.segment is not None])
+        self._mark(canonical, sides)
+        for target in [canonical, *sides]:
+            if target.run is None:
+                target.run = self._find_or_create(self._spec(target, canonical))
+            if not target.verified:
+                self._fill(target)
+                self._verify(target)
+        self._finish(canonical, sides)
+        return self.report
+
+    # What is there, and what it is good for.
+
+    def _forget_all_but(self, refs: set[str]) -> None:
+        self._cursor.runs = {ref: held for ref, held in self._cursor.runs.items() if ref in refs}
+
+    def _choose_canonical(self, there: list[TrackerRun]) -> Target:
+        target = Target(CANONICAL, None, self._run.parts.get(CANONICAL, {}))
+        for run in self._known_first(there):
+            if run.kind == REPLACED:
+                self._generation = max(self._generation, run.generation + 1)
+            elif target.run is not None:
+                self._retired.append(run)  # made twice, because an answer was lost or by two hosts at a time
+            elif not self._take(target, run):
+                self._take_back(run)
+        if target.run is not None:
+            self._generation = max(self._generation, target.run.generation)
+        return target
+
+    def _take_back(self, run: TrackerRun) -> None:
+        """Mark a canonical run that holds points which are not settled any more, at once: it misleads."""
+        left_behind = (stretch.last_ms for stretch in self._run.parts.get(SUPERSEDED, {}).values())
+        spec = describe.replaced_spec(self._run, None, run.generation, None, max(left_behind, default=None))
+        self._update(run, spec)
+        self._generation = max(self._generation, run.generation + 1)
+        self._cursor.runs.pop(run.ref, None)
+        self.report.add_note(
+            f"a forced rollback superseded settled points: generation {run.generation} of the run is tagged replaced,"
+            f" and generation {self._generation} has the present curve"
+        )
+
+    def _choose_sides(self, there: list[TrackerRun]) -> list[Target]:
+        targets: list[Target] = []
+        chosen: set[str] = set()
+        for kind in (SUPERSEDED, PROVISIONAL):
+            if self._options.leaves_out(kind):
+                self.report.held |= {kind: describe.held_reason(self._run, kind)} if self._run.points(kind) else {}
+                continue
+            for segment, stretch in self._run.parts.get(kind, {}).items():
+                target = Target(kind, segment, {segment: stretch})
+                fitting = [run for run in there if run.segment == segment and run.kind in {kind, PROVISIONAL}]
+                for run in self._known_first(sorted(fitting, key=lambda run: run.kind != kind)):
+                    if target.run is None and run.ref not in chosen and self._take(target, run):
+                        chosen.add(run.ref)
+                targets.append(target)
+        kept = {SUPERSEDED} if self._options.leaves_out(SUPERSEDED) else set()  # made when the option was another one
+        self._retired += [run for run in there if run.ref not in chosen and run.kind not in kept]
+        return targets
+
+    def _known_first(self, runs: list[TrackerRun]) -> list[TrackerRun]:
+        return sorted(runs, key=lambda run: run.ref not in self._cursor.runs)
+
+    def _take(self, target: Target, run: TrackerRun) -> bool:
+        """Take a run of the tracker for a target, with what it lacks; False when something in it does not belong."""
+        held = self._cursor.runs.get(run.ref)
+        if held is None and not run.newest:
+            target.run = run
+            return True
+        if held is not None and held.newest in {None, newest_digest(run)} and self._points.agrees(target, held.marks):
+            target.run, target.marks = run, dict(held.marks)
+            target.verified = held.newest is not None and target.is_complete()
+            return True
+        difference = self._compare(target, run).difference(lambda: self._points.others(target))
+        if difference.misplaced:
+            return False
+        target.run = run
+        target.complete()
+        target.has_holes = difference.lacking > 0
+        target.verified = not target.has_holes
+        return True
+
+    def _compare(self, target: Target, run: TrackerRun) -> Comparison:
+        return Comparison(self._sink, run, self._patience, lambda: self._points.records(target), self._progress.read)
+
+    # Marking what is not what it was.
+
+    def _mark(self, canonical: Target, sides: list[Target]) -> None:
+        """Say in the tracker what became of its runs, before any point is sent."""
+        if canonical.run is None:
+            canonical.run = self._find_or_create(self._spec(canonical, canonical))
+        for run in self._retired:
+            if run.segment is not None:
+                self._update(run, describe.replaced_spec(self._run, run.segment, self._generation, canonical.run.ref))
+        for target in sides:
+            if target.run is not None and target.run.kind != target.kind:
+                target.run = self._update(target.run, self._spec(target, canonical))
+
+    def _find_or_create(self, spec: RunSpec) -> TrackerRun:
+        """Make a run; after a lost answer, look first whether it was made."""
+        tried = False
+
+        def attempt() -> TrackerRun:
+            nonlocal tried
+            if tried:
+                for run in self._sink.list_runs(spec.project, [spec.run_id]):
+                    if (run.kind, run.segment, run.generation) == (spec.kind, spec.segment, spec.generation):
+                        return run
+            tried = True
+            return self._sink.create(spec)
+
+        return self._call(attempt)
+
+    def _spec(self, target: Target, canonical: Target) -> RunSpec:
+        if target.kind == CANONICAL:
+            return describe.canonical_spec(self._run, self._generation, self._parent)
+        (stretch,) = target.stretches.values()
+        return describe.side_spec(self._run, target.kind, stretch, self._generation, canonical.there.ref)
+
+    def _update(self, run: TrackerRun, spec: RunSpec) -> TrackerRun:
+        return self._call(lambda: self._sink.update(run, spec))
+
+    def _call(self, function: Callable[[], T]) -> T:
+        return self._patience.call(function)
+
+    # Sending.
+
+    def _fill(self, target: Target) -> None:
+        if target.is_complete():
+            return
+        mapped = self._call(lambda: self._sink.prepare(target.there, self._points.names(target)))
+        for name, key in mapped.items():
+            self.report.add_note(f"the metric {name!r} is called {key!r} there")
+        if target.has_holes:
+            self._fill_holes(target)
+        else:
+            self._send_rest(target)
+        target.complete()
+        self._remember(target, target.marks)
+
+    def _send_rest(self, target: Target) -> None:
+        """Send everything beyond the marks, and move them as it is accepted."""
+        self._remember(target, target.marks)
+        saved = time.monotonic()
+        sender = self._sender(target)
+        try:
+            with sender:
+                for segment, stretch in target.stretches.items():
+                    if stretch.is_held(target.marks.get(segment)):
+                        continue
+                    for records, mark in self._points.rest(target, segment):
+                        sender.put(segment, mark, records)
+                        if time.monotonic() - saved > _SAVE_S:
+                            self._remember(target, target.marks | sender.accepted)
+                            saved = time.monotonic()
+        except BaseException:
+            self._remember(target, target.marks | sender.accepted)
+            raise
+
+    def _fill_holes(self, target: Target) -> None:
+        """Send what a comparison finds lacking; until all of it is there, only another comparison says what is."""
+        self._cursor.runs.pop(target.there.ref, None)
+        self._cursor.save()
+        comparison = self._compare(target, target.there)
+        batch: list[Record] = []
+        unmoved = Mark(-1, -1, 0, 0)
+        with self._sender(target) as sender:
+            for record in comparison.lacking():
+                batch.append(record)
+                if len(batch) == self._sink.batch_records:
+                    sender.put(0, unmoved, batch)
+                    batch = []
+            sender.put(0, unmoved, batch)
+
+    def _sender(self, target: Target) -> Sender:
+        def accepted(points: int) -> None:
+            self.report.sent[target.kind] = self.report.sent.get(target.kind, 0) + points
+            self._progress.sent(points)
+
+        return Sender(self._sink, target.there, self._patience, accepted)
+
+    def _remember(self, target: Target, marks: Mapping[int, Mark], newest: str | None = None) -> None:
+        self._cursor.runs[target.there.ref] = Held(target.kind, target.segment, dict(marks), newest)
+        self._cursor.save()
+
+    # Reading back.
+
+    def _verify(self, target: Target) -> None:
+        """See that the tracker holds what it accepted, and send again what it does not.
+
+        Raises:
+            RejectedError: It accepts and does not keep.
+        """
+        if self._options.verify == "off" or (self._options.verify == "fast" and self._newest_is_right(target)):
+            return
+        lacking = self._count_lacking(target)
+        for _ in range(_REPAIRS):
+            if not lacking:
+                return
+            self._fill_holes(target)
+            target.complete()
+            lacking = self._count_lacking(target)
+        if not lacking:
+            return
+        raise RejectedError(
+            f"the tracker accepted every point of the {target.kind} run, and {lacking} of them are not there",
+            sink=self._sink.name,
+            run_id=self._run.run_id,
+            hint="see what the tracker's own log says; the next sync sends only what is lacking",
+        )
+
+    def _count_lacking(self, target: Target) -> int:
+        difference = self._compare(target, target.there).difference(lambda: self._points.others(target))
+        if difference.foreign:
+            self.report.add_note(f"{difference.foreign} values there are not from this log; they are left as they are")
+        return difference.lacking
+
+    def _newest_is_right(self, target: Target) -> bool:
+        """Return whether the newest value of every metric there is the newest of the log."""
+        expected: dict[str, tuple[object, ...]] = {}
+        for record in self._points.records(target):
+            expected[record.key] = max(record[1:4], expected.get(record.key, record[1:4]))
+        there = self._call(lambda: self._sink.list_runs(self._run.project, [self._run.run_id]))
+        newest = next((run.newest for run in there if run.ref == target.there.ref), {})
+        return all(key in newest and newest[key][1:4] == identity for key, identity in expected.items())
+
+    # Afterwards.
+
+    def _finish(self, canonical: Target, sides: list[Target]) -> None:
+        """Bring status and names up to date, delete what was replaced, and remember what the tracker now tells."""
+        for target in [canonical, *sides]:
+            target.run = self._update(target.there, self._spec(target, canonical))
+        for run in self._retired:
+            self._call(lambda run=run: self._sink.delete(run))  # type: ignore[misc]
+            self.report.deleted += 1
+        there = self._call(lambda: self._sink.list_runs(self._run.project, [self._run.run_id]))
+        for run in there:
+            if run.kind == REPLACED and run.segment is None:
+                self._update(run, describe.replaced_spec(self._run, None, run.generation, canonical.there.ref))
+        self._forget_all_but({run.ref for run in there})
+        newest = {run.ref: newest_digest(run) for run in there}
+        for target in [canonical, *sides]:
+            self._remember(target, target.marks, newest.get(target.there.ref))
+        self.report.ref, self.report.url = canonical.there.ref, canonical.there.url

@@ -1,0 +1,125 @@
+"""A run in the tracker as the log wants it, and the records that belong into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from . import classify
+from .classify import LoggedRun, Stretch
+from .cursor import Mark
+from .sink import Record, Sink, TrackerRun
+
+if TYPE_CHECKING:
+    import duckdb
+
+
+@dataclass
+class Target:
+    """One run in the tracker as the log wants it.
+
+    Attributes:
+        kind: `CANONICAL`, `PROVISIONAL` or `SUPERSEDED`.
+        segment: The one whose points a side run holds; None for the canonical run.
+        stretches: What belongs into it, by segment.
+        run: The run in the tracker; None when there is none yet.
+        marks: How far the tracker has it, by segment.
+        has_holes: The marks say nothing: it lacks some of what belongs into it.
+        verified: What it holds was compared, and agrees.
+    """
+
+    kind: str
+    segment: int | None
+    stretches: dict[int, Stretch]
+    run: TrackerRun | None = None
+    marks: dict[int, Mark] = field(default_factory=dict)
+    has_holes: bool = False
+    verified: bool = False
+
+    @property
+    def points(self) -> int:
+        """How many points belong into it."""
+        return sum(stretch.points for stretch in self.stretches.values())
+
+    def is_complete(self) -> bool:
+        """Return whether everything that belongs into it was accepted."""
+        return not self.has_holes and all(s.is_held(self.marks.get(number)) for number, s in self.stretches.items())
+
+    def complete(self) -> None:
+        """Say that everything that belongs into it was accepted."""
+        self.has_holes = False
+        self.marks = {number: stretch.mark() for number, stretch in self.stretches.items()}
+
+    @property
+    def there(self) -> TrackerRun:
+        """The run in the tracker, once it is made."""
+        if self.run is None:
+            raise ValueError(f"the {self.kind} run is not made yet")
+        return self.run
+
+
+class PointReader:
+    """Reads points of one run from the log, as the records that a sink makes of them.
+
+    Every iterator has to be exhausted, or dropped, before the next one is begun: they share one connection.
+    """
+
+    def __init__(self, con: duckdb.DuckDBPyConnection, sink: Sink, run: LoggedRun) -> None:
+        self._con = con
+        self._sink = sink
+        self._run = run
+
+    def names(self, target: Target) -> list[str]:
+        """Return the names of the metrics that belong into a target."""
+        return classify.names(self._con, self._run.run_id, target.kind, list(target.stretches))
+
+    def agrees(self, target: Target, marks: dict[int, Mark]) -> bool:
+        """Return whether the log has, up to each mark, exactly the points of the target that the mark counted."""
+        return classify.agrees(self._con, self._run.run_id, target.kind, target.stretches, marks)
+
+    def records(self, target: Target) -> Iterator[Record]:
+        """Yield the records of a target."""
+        for segment in target.stretches:
+            for records in self._read(target.kind, segment):
+                yield from records
+
+    def others(self, target: Target) -> Iterator[Record]:
+        """Yield the records of the run that belong into other targets."""
+        for kind, part in self._run.parts.items():
+            for segment in part:
+                if kind != target.kind or segment not in target.stretches:
+                    for records in self._read(kind, segment):
+                        yield from records
+
+    def rest(self, target: Target, segment: int) -> Iterator[tuple[list[Record], Mark]]:
+        """Yield the records beyond a target's mark, batch by batch, each with the mark that holds once it is accepted.
+
+        A mark never lies within a row: what was read of the last row of a batch counts with the next one.
+        """
+        mark = target.marks.get(segment)
+        points, seq_sum, row, row_points = (mark.points, mark.seq_sum, mark.seq, 0) if mark else (0, 0, -1, 0)
+        begin = row
+        last: Record | None = None
+        for batch in self._read(target.kind, segment, mark):
+            records = [record for record in batch if record.seq > begin]
+            for record in records:
+                if record.seq != row:
+                    if last is not None:
+                        points, seq_sum = points + row_points, seq_sum + row_points * row
+                        mark = Mark(row, last.tokens, points, seq_sum)
+                    row, row_points = record.seq, 0
+                row_points += record.is_point
+                last = record
+            if mark is None:
+                mark = Mark(-1, -1, 0, 0)
+            yield records, mark
+        if last is not None:
+            yield [], Mark(row, last.tokens, points + row_points, seq_sum + row_points * row)
+
+    def _read(self, kind: str, segment: int, mark: Mark | None = None) -> Iterator[list[Record]]:
+        """Yield batches of records from the tokens of a mark on."""
+        encoder = self._sink.encoder()
+        from_tokens = None if mark is None else mark.tokens
+        for rows in classify.read_part(self._con, self._run.run_id, kind, segment, from_tokens=from_tokens):
+            yield encoder.encode(rows)
