@@ -13,6 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from llmtrack.writer.format import OPEN_SUFFIX
+from llmtrack.writer.stream import read_part
+
 SCRIPT: Final = Path(__file__).resolve().with_name("pretrain_gpt.py")
 _RANK_LINE: Final = re.compile(r"rank \d+ of \d+: pid (\d+)")
 _GRACE_S: Final = 10.0  # for torchrun to stop its ranks when it is asked to
@@ -87,3 +90,29 @@ class Training:
                 self.kill()
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+
+class SegmentTail:
+    """What a segment that is being written has on disk, read on from where the last look ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoint_steps: list[int] = []
+        self.last_step = 0
+        self._offsets: dict[Path, int] = {}
+
+    def look(self) -> None:
+        """Take in what has been written since."""
+        self.last_step = max([self.last_step, *self._new_steps("metrics")])
+        self.checkpoint_steps += self._new_steps("checkpoints")
+
+    def _new_steps(self, table: str) -> list[int]:
+        steps: list[int] = []
+        for part in sorted(self.folder.glob(f"{table}-*{OPEN_SUFFIX}")):
+            try:
+                content = read_part(part, offset=self._offsets.get(part, 0))
+            except FileNotFoundError:  # the segment has ended, and this part is sealed
+                continue
+            self._offsets[part] = content.next_offset
+            steps += content.table["step"].to_pylist()
+        return steps
