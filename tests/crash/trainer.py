@@ -1,0 +1,257 @@
+"""A process that trains as far as the log can tell: it does what a test says, and each test gets a fork of its own.
+
+Started by `tests.faults.Trainers`, with storage that fails on request. Requests and answers are pickles, each after its
+length in eight bytes, on stdin and stdout; a fork goes on with both of them while its parent waits for its end.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np  # noqa: F401  # imported once, not in each fork: rows may hold NumPy scalars
+
+import llmtrack
+from llmtrack.writer.seal import seal_segment
+from llmtrack.writer.settings import Settings
+
+_IN, _OUT, _ERR = 0, 1, 2
+_END = object()
+
+
+def receive() -> Any:
+    """Return the next request; ends the process when there will be none."""
+    size = _read(8)
+    if not size:
+        return None
+    return pickle.loads(_read(int.from_bytes(size, "little")))  # noqa: S301  # from the test that started this process
+
+
+def send(answer: object) -> None:
+    """Send an answer."""
+    data = pickle.dumps(answer)
+    data = len(data).to_bytes(8, "little") + data
+    while data:
+        data = data[os.write(_OUT, data) :]
+
+
+def _read(size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = os.read(_IN, size - len(data))
+        if not more:
+            return b""
+        data += more
+    return data
+
+
+class Trainer:
+    """One training process; every public method is a request."""
+
+    def __init__(self) -> None:
+        self.run: Any = None
+        self.step = 0
+
+    def open(self, root: str, settings: Mapping[str, Any], **given: Any) -> dict[str, Any]:
+        """Open the run, and say what it is."""
+        self.run = llmtrack.open_run(root, settings=Settings(**settings), **given)
+        return {"run_id": self.run.run_id, "segment": self.run.segment, "folder": str(self.run.folder)}
+
+    def log(self, rows: int, metrics: int = 3, pause_s: float = 0.0) -> float:
+        """Log rows of the next steps, and return the seconds that the slowest call took."""
+        slowest_s = 0.0
+        for _ in range(rows):
+            self.step += 1
+            row = row_of(self.step, metrics)
+            began_s = time.perf_counter()
+            self.run.log(row, self.step, tokens_of(self.step))
+            slowest_s = max(slowest_s, time.perf_counter() - began_s)
+            if pause_s:
+                time.sleep(pause_s)
+        return slowest_s
+
+    def log_in_threads(self, threads: int, rows: int) -> None:
+        """Log from several threads at the same moment, all at one count of tokens, each metrics of its own."""
+        together = threading.Barrier(threads)
+
+        def log(thread: int) -> None:
+            together.wait()
+            for step in range(1, rows + 1):
+                self.run.log({f"thread/{thread}": float(step)}, step, 0)
+
+        workers = [threading.Thread(target=log, args=(thread,)) for thread in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+
+    def log_row(self, row: Mapping[Any, Any], step: int, tokens: int) -> None:
+        """Log one row that the test made; it is changed right afterwards."""
+        mine = dict(row)
+        self.run.log(mine, step, tokens)
+        mine.clear()
+
+    def log_rows(self, rows: Sequence[tuple[int, int, Mapping[Any, Any]]]) -> None:
+        """Log rows that the test made."""
+        for step, tokens, row in rows:
+            self.log_row(row, step, tokens)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the run."""
+        return getattr(self.run, name)(*args, **kwargs)
+
+    def timed(self, name: str, *args: Any, **kwargs: Any) -> float:
+        """Call a method of the run, and return the seconds that it took."""
+        began_s = time.perf_counter()
+        getattr(self.run, name)(*args, **kwargs)
+        return time.perf_counter() - began_s
+
+    def seal(self, folder: str) -> list[str]:
+        """Seal a segment whose writer is gone."""
+        return [path.name for path in seal_segment(Path(folder))]
+
+    def drop_run(self) -> None:
+        """Forget the run without a word to it."""
+        self.run = None
+
+    def peak_bytes(self) -> int:
+        """Return the most memory that this process has held."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def resident_bytes(self) -> int:
+        """Return the memory that this process holds."""
+        with open("/proc/self/statm", "rb") as file:  # noqa: PTH123  # the trainer's own, not a file of the log
+            return int(file.read().split()[1]) * resource.getpagesize()
+
+    def limit_open_files(self, spare: int) -> None:
+        """Let this process open only so many files more."""
+        used = max(int(name) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208  # numbers, not paths
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    def open_files(self) -> int:
+        """Return how many files this process holds open."""
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # numbers, not paths
+
+    def threads(self) -> list[str]:
+        """Return the names of the threads that run."""
+        return sorted(thread.name for thread in threading.enumerate())
+
+    def fork_worker(self) -> dict[str, Any]:
+        """Fork as a data loader does, use the run in the child, and return what that said."""
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            began_s = time.perf_counter()
+            self.log(100)
+            self.run.alert("child", "must not be written", self.step, tokens_of(self.step))
+            durable = self.run.flush(5.0)
+            self.run.finish()
+            answer = {"durable": durable, "took_s": time.perf_counter() - began_s, "threads": self.threads()}
+            os.write(writing, pickle.dumps(answer))
+            os.close(writing)
+            os._exit(0)
+        os.close(writing)
+        with open(reading, "rb") as pipe:  # noqa: PTH123  # a pipe
+            answer = pickle.loads(pipe.read())  # noqa: S301  # from our own child
+        os.waitpid(child, 0)
+        return dict(answer)
+
+    def alarm(self, what: str, after_s: float, every_s: float = 0.0) -> None:
+        """Have a signal handler use the run: `log`, `flush` or `finish`, whatever the main thread is doing then."""
+
+        def handle(_number: int, _frame: object) -> None:
+            if what == "log":
+                self.run.log({"from/handler": float(self.step)}, self.step, tokens_of(self.step))
+            elif what == "flush":
+                self.run.flush(5.0)
+            else:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                self.run.finish("preempted", timeout=10.0)
+
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, after_s, every_s)
+
+    def no_alarm(self) -> None:
+        """End what `alarm` began."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def install(self, number: int, marker: str) -> None:
+        """Install a handler that leaves a marker: a file with the signal's number."""
+
+        def handle(received: int, _frame: object) -> None:
+            with open(marker, "w", encoding="ascii") as file:  # noqa: PTH123  # a file of the test
+                file.write(str(received))
+
+        signal.signal(number, handle)
+
+    def exit(self) -> object:
+        """Let the interpreter end as it does after the last line of a script."""
+        return _END
+
+    def vanish(self) -> None:
+        """End without any cleaning up."""
+        os._exit(0)
+
+    def fail(self) -> None:
+        """Raise what nobody catches."""
+        raise _Failure("the loss is NaN")
+
+
+class _Failure(Exception):  # noqa: N818  # what a training script may die of
+    pass
+
+
+def row_of(step: int, metrics: int = 3) -> dict[str, float]:
+    """Return the row of a step; a test can make it again."""
+    return {f"m/{index:04d}": (step * 1_000_003 + index) / 7 for index in range(metrics)}
+
+
+def tokens_of(step: int) -> int:
+    """Return the tokens seen at a step."""
+    return step * 4096
+
+
+def serve() -> None:
+    """Answer requests until one asks to leave."""
+    trainer = Trainer()
+    while (request := receive()) is not None:
+        name, args, kwargs = request
+        try:
+            answer = getattr(trainer, name)(*args, **kwargs)
+        except _Failure:
+            raise
+        except Exception as error:  # noqa: BLE001  # the test is told
+            send(("raised", error))
+            continue
+        if answer is _END:
+            send(("answer", None))
+            return
+        send(("answer", answer))
+
+
+def main() -> None:
+    """Fork a trainer whenever asked to, and say how it ended."""
+    while (request := receive()) is not None:
+        if not isinstance(request, dict):
+            continue  # meant for a trainer that has just died; that was said
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open(request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), _ERR)
+            os.environ.update(request["environment"])
+            send(("forked", os.getpid()))
+            serve()
+            return
+        _, status = os.waitpid(child, 0)
+        send(("ended", os.waitstatus_to_exitcode(status)))
+
+
+if __name__ == "__main__":
+    main()

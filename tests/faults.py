@@ -1,0 +1,285 @@
+"""Faults that are real: storage whose system calls fail, processes that are killed, bytes that are changed."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import functools
+import os
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_HERE = Path(__file__).parent / "crash"
+_PATIENCE_S = 60.0  # for what must happen; nothing is asserted about how fast
+
+# As small as they can be, so that a test meets every limit with few rows.
+TINY: dict[str, Any] = {"flush_interval_s": 0.02, "fsync_interval_s": 0.05}
+
+
+@contextmanager
+def file_size_limit(limit_bytes: int) -> Iterator[None]:
+    """Have the kernel refuse, with EFBIG, every write of this process beyond a size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
+    """Mount a file system of a few bytes that can be filled up; skips the test where that is not permitted."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def wait_until(happened: Callable[[], Any], what: str) -> Any:
+    """Wait until something holds, and return it."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while not (result := happened()):
+        assert time.monotonic() < deadline_s, f"did not happen: {what}"
+        time.sleep(0.005)
+    return result
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One system call on a file below the root; `result` is negative for an errno."""
+
+    pid: int
+    name: str
+    result: int
+    path: str
+
+
+class Storage:
+    """Storage below a folder that fails as told; see `crash/faultfs.c` for the rules."""
+
+    def __init__(self, folder: Path, library: Path) -> None:
+        self.root = folder / "root"
+        self._control = folder / "control"
+        self._log = folder / "operations"
+        self._generation = 0
+        self.root.mkdir()
+        self.heal()
+        self.environment = {
+            "LD_PRELOAD": str(library),
+            "FAULTFS_ROOT": str(self.root),
+            "FAULTFS_CONTROL": str(self._control),
+            "FAULTFS_LOG": str(self._log),
+        }
+
+    def fail(self, *rules: str) -> None:
+        """Follow these rules from now on, and no earlier ones: ``operation action value [times [after [path]]]``."""
+        self._generation += 1
+        lines = [" ".join([*rule.split(), *["0", "0", "0", "*"][len(rule.split()) - 2 :]]) for rule in rules]
+        new = self._control.with_suffix(".new")
+        new.write_text("\n".join([str(self._generation), *lines]) + "\n")
+        new.rename(self._control)
+
+    def heal(self) -> None:
+        """Work again; what hangs goes on."""
+        self.fail()
+
+    def operations(self, name: str | None = None, *, path: str = "") -> list[Operation]:
+        """Return what was done since the log was last forgotten, filtered by name and a part of the path."""
+        if not self._log.exists():
+            return []
+        lines = self._log.read_text().splitlines()
+        found = [
+            Operation(int(pid), what, int(result), where)
+            for pid, what, result, where in (line.split(" ", 3) for line in lines)
+        ]
+        return [done for done in found if name in (None, done.name) and path in done.path]
+
+    def forget(self) -> None:
+        """Start the list of operations afresh."""
+        self._log.unlink(missing_ok=True)
+
+    def wait_for(self, name: str, *, path: str = "", times: int = 1, failed: bool = False) -> None:
+        """Wait until an operation was seen often enough."""
+        wait_until(
+            lambda: sum(done.result < 0 or not failed for done in self.operations(name, path=path)) >= times,
+            f"{name} {path} in {[(done.name, done.result, done.path) for done in self.operations()]}",
+        )
+
+
+class TrainerDiedError(Exception):
+    """The training process ended before it answered; `status` is negative for a signal."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"ended with {status}")
+        self.status = status
+
+
+class Trainer:
+    """A training process of its own; see `crash/trainer.py` for what it can do."""
+
+    def __init__(self, trainers: Trainers, pid: int, stderr: Path) -> None:
+        self._trainers = trainers
+        self.pid = pid
+        self._stderr = stderr
+        self.status: int | None = None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a function that has the process do something and gives its answer."""
+        return functools.partial(self._request, name)
+
+    def _request(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.send(name, *args, **kwargs)
+        return self.answer()
+
+    def send(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Have the process do something, and do not wait for its answer."""
+        self._trainers.write((name, args, kwargs))
+
+    def answer(self) -> Any:
+        """Return the answer to what was sent.
+
+        Raises:
+            TrainerDiedError: The process has ended.
+            Exception: What the process raised.
+        """
+        kind, value = self._trainers.read()
+        if kind == "ended":
+            self.status = value
+            raise TrainerDiedError(value)
+        if kind == "raised":
+            raise value
+        return value
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal."""
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """Wait for the end of the process, and return its status."""
+        while self.status is None:
+            try:
+                self.answer()
+            except TrainerDiedError:
+                break
+        assert self.status is not None
+        return self.status
+
+    def leave(self) -> int:
+        """Let the interpreter end as after the last line of a script, and return the status."""
+        self._request("exit")
+        return self.wait()
+
+    def warnings(self) -> list[str]:
+        """Return what the process printed on stderr, a line each."""
+        return self._stderr.read_text().splitlines() if self._stderr.exists() else []
+
+
+class Trainers:
+    """A process with llmtrack loaded that forks trainers, one at a time: a fork costs less than an interpreter."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._pipes = subprocess.Popen(
+            [sys.executable, "-W", "error", _HERE / "trainer.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **storage.environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    def fork(self, stderr: Path, **environment: str) -> Trainer:
+        """Start a training process."""
+        self.write({"stderr": str(stderr), "environment": environment})
+        kind, pid = self.read()
+        assert kind == "forked"
+        return Trainer(self, pid, stderr)
+
+    def write(self, message: object) -> None:
+        """Send a message."""
+        assert self._pipes.stdin is not None
+        data = pickle.dumps(message)
+        self._pipes.stdin.write(len(data).to_bytes(8, "little") + data)
+        self._pipes.stdin.flush()
+
+    def read(self) -> tuple[str, Any]:
+        """Return the next message."""
+        assert self._pipes.stdout is not None
+        size = int.from_bytes(self._pipes.stdout.read(8), "little")
+        assert size, "the process that forks trainers has died"
+        message: tuple[str, Any] = pickle.loads(self._pipes.stdout.read(size))  # noqa: S301  # from our own child
+        return message
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._pipes.stdin is not None
+        assert self._pipes.stdout is not None
+        self._pipes.stdin.close()
+        self._pipes.wait(_PATIENCE_S)
+        self._pipes.stdout.close()
+
+
+@functools.cache
+def _storage() -> tuple[Storage, Trainers]:
+    """Return the storage and the trainers of this test session; both end with it."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("storage that fails on request needs Linux and a C compiler")
+    folder = Path(tempfile.mkdtemp(prefix="llmtrack-faults-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    library = folder / "faultfs.so"
+    command = [compiler, "-O1", "-shared", "-fPIC", "-o", str(library), str(_HERE / "faultfs.c"), "-ldl", "-lpthread"]
+    subprocess.run(command, check=True)
+    storage = Storage(folder, library)
+    trainers = Trainers(storage)
+    atexit.register(trainers.close)
+    return storage, trainers
+
+
+@contextmanager
+def failing_storage() -> Iterator[tuple[Storage, Callable[..., Trainer]]]:
+    """Yield storage that works and is empty, and what starts a training process on it; ends what was started."""
+    storage, trainers = _storage()
+    storage.heal()
+    storage.forget()
+    started: list[Trainer] = []
+
+    def start(**environment: str) -> Trainer:
+        trainer = trainers.fork(storage.root.parent / f"stderr-{len(started)}", **environment)
+        started.append(trainer)
+        return trainer
+
+    try:
+        yield storage, start
+    finally:
+        storage.heal()
+        for trainer in started:
+            if trainer.status is None:
+                trainer.kill()
+                trainer.wait()
+        for left in storage.root.parent.glob("stderr-*"):
+            left.unlink()
+        shutil.rmtree(storage.root)
+        storage.root.mkdir()
+
+
+def errno_of(name: str) -> int:
+    """Return an errno by its name."""
+    return int(getattr(errno, name))
