@@ -20,10 +20,10 @@ _UNSYNCED_LIMIT_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True)
 class SyncMark:
-    """A promise to be checked: once `fd` is fsynced, the first `messages` unsynced ones of `part` are durable."""
+    """A promise to be checked: once `fd` is fsynced, the first `messages` messages of the part are durable."""
 
     appender: Appender
-    part: int
+    writer: PartWriter
     messages: int
     fd: int
 
@@ -188,14 +188,14 @@ class Appender:
         if self._writer is None or not self._unsynced:
             return None
         whole = len(self._unsynced) - bool(self._writer.pending)
-        return SyncMark(self, self._part, self._released + whole, os.dup(self._writer.fileno()))
+        return SyncMark(self, self._writer, self._released + whole, os.dup(self._writer.fileno()))
 
     def synced(self, mark: SyncMark) -> None:
-        """Forget the messages that are durable now."""
-        while mark.part == self._part and self._released < mark.messages:
+        """Forget the messages that are durable now; of a part that was given up meanwhile all are written again."""
+        while mark.writer is self._writer and self._released < mark.messages:
             self._release_oldest()
 
     def sync_failed(self, mark: SyncMark) -> None:
         """Write again, in a new part, what the failed fsync should have made durable: its pages may be gone."""
-        if mark.part == self._part:
+        if mark.writer is self._writer:
             self.give_up_part()
