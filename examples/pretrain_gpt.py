@@ -15,6 +15,7 @@ import functools
 import hashlib
 import math
 import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -348,6 +349,7 @@ def train(args: argparse.Namespace) -> None:
         # What makes another curve when it changes. With another recipe a checkpoint becomes the start of a child run.
         recipe={name: getattr(args, name) for name in RECIPE} | {"data": trainer.text_sha256, "optimizer": "adamw"},
         checkpoint=checkpoint["llmtrack"] if checkpoint is not None else None,
+        preempt_signal=signal.SIGTERM,  # what a launcher or Slurm sends before it kills
     )
     size = sum(parameter.numel() for parameter in trainer.gpt.parameters())
     say(ranks, f"run {run.run_id}, segment {run.segment}: {size:,} parameters, from {trainer.tokens:,} tokens")
