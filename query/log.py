@@ -214,6 +214,7 @@ class Log:
             raise UsageError(f"there is no run {missing[0]} in {self.root}", hint="llmtrack ls shows the runs")
         for run_id in self._runs.keys() - there:
             self._forget(run_id, set(), news)
+        self._list_evals(f"{self.root}/{EVALS_FOLDER}")  # of checkpoints that no run had recorded at the time
         listed: list[tuple[_Segment, Listing]] = []
         wanted, done = set(there if runs is None else runs), set[str]()
         while wanted:
@@ -253,15 +254,18 @@ class Log:
 
     # Listing
 
+    def _list_evals(self, folder: str) -> None:
+        for name in list_names(folder):
+            path = f"{folder}/{name}"
+            if name.endswith(SEALED_SUFFIX) and path not in self._evals:
+                self._evals[path] = self._can_be_opened(path)
+
     def _list_run(self, run_id: str, news: News) -> Iterator[tuple[_Segment, Listing]]:
         """Yield the segments in which something may have changed, and their files."""
         folder = f"{self.root}/run_id={run_id}"
         names = list_names(folder)
         if EVALS_FOLDER in names:
-            for name in list_names(f"{folder}/{EVALS_FOLDER}"):
-                path = f"{folder}/{EVALS_FOLDER}/{name}"
-                if name.endswith(SEALED_SUFFIX) and path not in self._evals:
-                    self._evals[path] = self._can_be_opened(path)
+            self._list_evals(f"{folder}/{EVALS_FOLDER}")
         numbers = sorted(int(match[1]) for name in names if (match := SEGMENT_FOLDER.fullmatch(name)))
         if not numbers and run_id not in self._runs:
             return
