@@ -147,6 +147,11 @@ def _train_and_kill(place: Place, run_id: str, seed: int) -> None:
         status = training.wait()
     if not killed:
         raise LlmtrackError(f"the training ended by itself, with exit status {status}: see above")
+    tail.look()
+    click.echo(
+        f"On disk are a checkpoint at step {tail.checkpoint_steps[-1]}, and points up to step {tail.last_step}: "
+        "the steps between will be taken again."
+    )
 
 
 def _resume(place: Place, run_id: str) -> None:
