@@ -11,7 +11,7 @@
 
 CREATE OR REPLACE TABLE log.starts AS
 SELECT run_id, segment, step AS start_step, tokens AS start_tokens, time AS start_time,
-       from_run, from_segment, from_run IS NULL AS from_nowhere
+       from_run, from_segment, from_run IS NULL OR from_segment IS NULL AS from_nowhere
 FROM log.records
 WHERE phase = 'start';
 
@@ -128,12 +128,11 @@ LEFT JOIN (
 ) c ON c.run_id = h.run_id
 GROUP BY h.run_id, h.segment, h.start_tokens, h.from_nowhere, h.closed;
 
--- What the head logs at its own start is left behind when the next segment starts from the same checkpoint: it is settled
+-- What a segment logs at its own start is left behind when a later one starts from the same checkpoint: it is settled
 -- only once there is a checkpoint beyond.
 CREATE OR REPLACE TABLE log.stretches AS
 SELECT p.run_id, p.segment, p.lo, p.hi, p.superseded_by,
-       CASE WHEN p.at_start AND p.segment = h.head_segment AND h.tokens <= h.head_start THEN h.head_start - 1
-            ELSE h.tokens END AS settled_to,
+       CASE WHEN p.at_start AND h.tokens <= p.hi THEN p.hi - 1 ELSE h.tokens END AS settled_to,
        CASE WHEN p.at_start AND p.superseded_by IS NULL THEN s.from_segment END AS yields_to
 FROM log.pieces p
 LEFT JOIN log.horizons h ON h.run_id = p.run_id
@@ -143,7 +142,7 @@ LEFT JOIN log.starts s ON s.run_id = p.run_id AND s.segment = p.segment;
 CREATE OR REPLACE TABLE log.spans AS
 WITH steps AS (
     SELECT h.run_id, p.run_id AS source_run, p.segment, s.start_tokens, s.from_nowhere, p.hi,
-           CASE WHEN p.run_id = h.run_id AND p.segment = z.head_segment THEN z.head_start END AS head_start,
+           p.run_id = h.run_id AS is_own,
            z.tokens AS settled_to
     FROM log.heads h
     JOIN log.horizons z ON z.run_id = h.run_id
@@ -155,7 +154,7 @@ SELECT run_id, source_run, segment, hi, settled_to, false AS yields,
 FROM steps
 UNION ALL
 SELECT run_id, source_run, segment, start_tokens,
-       CASE WHEN settled_to <= head_start THEN start_tokens - 1 ELSE settled_to END, true, start_tokens - 1
+       CASE WHEN is_own AND settled_to <= start_tokens THEN start_tokens - 1 ELSE settled_to END, true, start_tokens - 1
 FROM steps
 WHERE NOT from_nowhere;
 
