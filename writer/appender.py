@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from dataclasses import dataclass
-from errno import EAGAIN, EDQUOT, EINTR, ENOSPC
+from errno import EAGAIN, EDQUOT, EINTR, ENOENT, ENOSPC
 from pathlib import Path
+from time import monotonic
 from typing import Final
 
 from .format import part_name
@@ -14,6 +15,10 @@ from .stream import PartWriter
 
 # Errors after which the same file handle works again; after any other a new part is opened.
 _PASSING: Final = frozenset({ENOSPC, EDQUOT, EAGAIN, EINTR})
+# A handle that died is replaced at once. When the next dies before anything of it is durable, the storage is ill and each
+# attempt may leave a file: they become rarer, but not so rare that a job that is told to end misses one.
+_FIRST_PAUSE_S: Final = 0.5
+_LONGEST_PAUSE_S: Final = 15.0
 # What is written and not yet known to be durable is kept, for a new part, up to this size.
 _UNSYNCED_LIMIT_BYTES: Final = 64 << 20
 
@@ -55,6 +60,9 @@ class Appender:
         self._unsynced: deque[bytes] = deque()
         self._unsynced_bytes = 0
         self._released = 0  # messages of this part that are no longer in `_unsynced`
+        self._refused: OSError | None = None  # why the last part was given up
+        self._pause_s = 0.0  # before the next part is opened, should this one be given up too
+        self._open_from_s = 0.0
 
     @property
     def unsynced_bytes(self) -> int:
@@ -95,7 +103,7 @@ class Appender:
                 self._write(self._waiting.popleft())
         except OSError as error:
             if error.errno not in _PASSING:
-                self.give_up_part()
+                self.give_up_part(error)
             raise
 
     def _write(self, message: bytes) -> None:
@@ -117,6 +125,8 @@ class Appender:
         self._released += 1
 
     def _open_part(self) -> PartWriter:
+        if self._refused is not None and monotonic() < self._open_from_s:
+            raise OSError(self._refused.errno, self._refused.strerror)
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True, exist_ok=True)
             self.made_folder = True
@@ -131,17 +141,28 @@ class Appender:
         self.opened_part = True
         return writer
 
-    def give_up_part(self) -> None:
-        """Leave the open part as it is; what is not known to be durable goes into a new one."""
+    def give_up_part(self, why: OSError | None = None) -> None:
+        """Leave the open part as it is; what is not known to be durable goes into a new one.
+
+        Args:
+            why: What the storage said; None when the file is gone.
+        """
         writer, self._writer = self._writer, None
         self._waiting.extendleft(reversed(self._unsynced))
         self._unsynced.clear()
         self._unsynced_bytes = 0
-        if writer is not None:
-            try:
-                writer.close(ended=False)
-            except OSError:
-                return  # the handle was dead already: that is why it is given up
+        if writer is None:
+            return
+        self._refused = why or OSError(ENOENT, os.strerror(ENOENT))
+        self._open_from_s = monotonic() + self._pause_s
+        self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        try:
+            writer.close(ended=False)
+            if not writer.bytes:  # nobody can have read anything in it
+                writer.path.unlink()
+                self._part -= 1
+        except OSError:
+            return  # the handle was dead already: that is why it is given up
 
     def end_part(self) -> Path | None:
         """Make the open part durable, close it, and return its path; the next message opens another.
@@ -155,13 +176,13 @@ class Appender:
             return None
         try:
             writer.close()
-        except OSError:
-            self._writer = None
-            self.give_up_part()
+        except OSError as error:
+            self.give_up_part(error)
             raise
         self._writer = None
         self._unsynced.clear()
         self._unsynced_bytes = 0
+        self._pause_s = 0.0
         return writer.path
 
     def sync(self) -> None:
@@ -176,8 +197,8 @@ class Appender:
             return
         try:
             os.fsync(mark.fd)
-        except OSError:
-            self.give_up_part()
+        except OSError as error:
+            self.give_up_part(error)
             raise
         finally:
             os.close(mark.fd)
@@ -194,8 +215,9 @@ class Appender:
         """Forget the messages that are durable now; of a part that was given up meanwhile all are written again."""
         while mark.writer is self._writer and self._released < mark.messages:
             self._release_oldest()
+            self._pause_s = 0.0
 
-    def sync_failed(self, mark: SyncMark) -> None:
+    def sync_failed(self, mark: SyncMark, why: OSError) -> None:
         """Write again, in a new part, what the failed fsync should have made durable: its pages may be gone."""
         if mark.writer is self._writer:
-            self.give_up_part()
+            self.give_up_part(why)

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Final
 
 import pyarrow as pa
@@ -46,7 +46,7 @@ class _Sync:
     heartbeat: bytes
     waiting: list[Callable[[], None]]
     errors: list[OSError] = field(default_factory=list)
-    failed: list[SyncMark] = field(default_factory=list)
+    failed: list[tuple[SyncMark, OSError]] = field(default_factory=list)
 
 
 class Drain:
@@ -88,6 +88,7 @@ class Drain:
         self._sync_results: SimpleQueue[_Sync] = SimpleQueue()
         self._synced_at_s = monotonic()
         self._warned: set[str] = set()
+        self._refused = False  # by the storage, in the last turn
         self._end: End | None = None
         self._give_up_at_s = float("inf")
         self.durable = Event()
@@ -131,8 +132,11 @@ class Drain:
         self.ended.set()
 
     def _wait(self) -> None:
+        """Wait until somebody wakes the thread, or for the next flush; once the storage has refused, for that alone."""
+        if self._refused:
+            sleep(self._settings.flush_interval_s)
         try:
-            self._wakes.get(timeout=self._settings.flush_interval_s)
+            self._wakes.get(timeout=0.0 if self._refused else self._settings.flush_interval_s)
             while True:
                 self._wakes.get_nowait()
         except Empty:
@@ -140,6 +144,7 @@ class Drain:
 
     def _turn(self) -> None:
         """Write what waits, and have it made durable when that is due."""
+        self._refused = False
         try:
             self._take_sync_results()
             self._write_all()
@@ -149,6 +154,7 @@ class Drain:
             else:
                 self._sync_if_due()
         except OSError as error:
+            self._refused = True
             self._buffer.errno = error.errno
             self._warn(f"{error.strerror}", f"cannot write to {self._folder}: {error.strerror}; trying again")
 
@@ -319,7 +325,7 @@ class Drain:
                 os.fsync(mark.fd)
             except OSError as error:
                 sync.errors.append(error)
-                sync.failed.append(mark)
+                sync.failed.append((mark, error))
             finally:
                 os.close(mark.fd)
         try:
@@ -338,11 +344,12 @@ class Drain:
         while not self._sync_results.empty():
             sync = self._sync_results.get()
             self._sync_running = False
+            failed = [mark for mark, _ in sync.failed]
             for mark in sync.marks:
-                if mark in sync.failed:
-                    mark.appender.sync_failed(mark)
-                else:
+                if mark not in failed:
                     mark.appender.synced(mark)
+            for mark, error in sync.failed:
+                mark.appender.sync_failed(mark, error)
             if sync.errors:
                 self._wants_sync = sync.waiting + self._wants_sync
                 raise sync.errors[0]

@@ -158,7 +158,7 @@ class PartWriter:
         return os.fstat(self._fd).st_nlink > 0
 
     def close(self, *, ended: bool = True) -> None:
-        """Close the file.
+        """Close the file; a second time does nothing more than fail.
 
         Args:
             ended: Mark with Arrow's end-of-stream message that nothing was cut off, and fsync. False leaves the file as
@@ -173,7 +173,8 @@ class PartWriter:
                 self.flush()
                 os.fsync(self._fd)
         finally:
-            os.close(self._fd)
+            fd, self._fd = self._fd, -1  # its number may be another file's as soon as it is closed
+            os.close(fd)
 
 
 def read_part(path: Path, *, offset: int = 0, live: bool = True) -> PartContent:
