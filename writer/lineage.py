@@ -11,8 +11,9 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from .errors import UsageError
 from .format import check_run_id, run_folder, segment_folder
@@ -149,7 +150,7 @@ def open_segment(
     if place is not None:
         _check_place(records, place)
 
-    ours = _run_to_go_on(records, given, resumed)
+    ours = _run_to_go_on(given, resumed)
     on_record = _recipe_on_record(records, ours, resumed)
     current = on_record if wanted is None else _Recipe(hash_of(wanted), wanted)
     goes_on, reason = _decide(
@@ -169,11 +170,13 @@ def open_segment(
     )
 
     root.mkdir(parents=True, exist_ok=True)
-    target = _claim_run(root, ours if goes_on else _child_to_continue(records, origin), origin)
+    child_prefix = f"{_stem(ours)}-{reason}-" if ours and not goes_on else None
+    target = ours if child_prefix is None else _child_to_continue(records, child_prefix, origin)
+    target = _claim_run(root, target, child_prefix)
     segment, folder = _claim_segment(root, target, max(records.segments(target), default=0) + 1)
     diff = _difference(on_record, current) if origin.run_id not in (None, target) else None
     if not goes_on:
-        _log.warning("llmtrack: run %s goes on as its child %s: %s", ours, target, _because(reason, diff))
+        _log.warning("llmtrack: run %s goes on as %s: %s", ours, target, _because(reason, diff))
     return Opening(
         run_id=target,
         segment=segment,
@@ -190,29 +193,16 @@ def open_segment(
     )
 
 
-def _run_to_go_on(records: Records, given: str | None, resumed: _Checkpoint | None) -> str | None:
-    """Return the run that the caller means, which need not exist; None for a new one."""
+def _run_to_go_on(given: str | None, resumed: _Checkpoint | None) -> str | None:
+    """Return the run that the caller means, which need not exist; None for a new one.
+
+    An id and the ids that were made from it are one family, and the checkpoint says which of it goes on: a job script
+    that sets one id for good stays with the child that its run was forked into.
+    """
     if resumed is None:
         return given
-    if given is None or (resumed.place and _went_on_as(records, given, resumed.run_id)):
-        return resumed.run_id or None
-    return given
-
-
-def _went_on_as(records: Records, ancestor: str, run_id: str) -> bool:
-    """Return whether a run is another, or a child of it that had its id made here.
-
-    A job script that sets one id for good means this run, whatever it was forked into since. A child that somebody
-    gave an id is somebody's.
-    """
-    seen = set()
-    while run_id != ancestor and run_id not in seen:
-        seen.add(run_id)
-        parent = records.parent(run_id)
-        if parent is None or not _CHILD_SUFFIX.search(run_id) or _stem(run_id) != _stem(parent):
-            return False
-        run_id = parent
-    return run_id == ancestor
+    family = given is None or (_CHILD_SUFFIX.search(resumed.run_id) and _stem(resumed.run_id) == _stem(given))
+    return resumed.run_id or given if family else given
 
 
 def _decide(  # noqa: PLR0911  # one rule after another, as the document has them
@@ -222,15 +212,13 @@ def _decide(  # noqa: PLR0911  # one rule after another, as the document has the
     head = None if run_id is None else records.head(run_id)
     if run_id is None or (head is None and place is None):
         return True, None  # a new run
+    if place is not None and place.run_id != run_id:  # the id is the child's
+        is_free = head is None or continues or not records.has_settled(run_id)
+        return is_free, (is_free and head and head.fork_reason) or "requested"
     leaves_settled = records.would_leave_settled(run_id, place)
-    if place is not None and place.run_id != run_id:
-        if head is None:
-            return True, "requested"  # the id is the child's
-        if continues or not leaves_settled:
-            return True, head.fork_reason or "requested"  # the child's next segment
     if fork:
         return False, "requested"
-    if place is not None and place.segment not in records.segments(place.run_id):
+    if place is not None and place.segment not in records.segments(run_id):
         return False, "foreign"
     if other_recipe and (place is not None or leaves_settled):
         return False, "recipe"
@@ -239,25 +227,24 @@ def _decide(  # noqa: PLR0911  # one rule after another, as the document has the
     return True, None
 
 
-def _child_to_continue(records: Records, origin: _Origin) -> str | None:
+def _child_to_continue(records: Records, prefix: str, origin: _Origin) -> str | None:
     """Return the child that was opened just so and has settled nothing since: its job was requeued."""
-    for run_id in records.list_runs(f"{_stem(str(origin.run_id))}-{origin.reason}-"):
+    for run_id in records.list_runs(prefix):
         head = records.head(run_id)
-        if head is None or records.would_leave_settled(run_id, None):
+        if head is None or records.has_settled(run_id):
             continue
         if origin == _Origin(head.from_run, head.from_segment, head.tokens, head.fork_reason, head.recipe_hash):
             return run_id
     return None
 
 
-def _claim_run(root: Path, run_id: str | None, origin: _Origin) -> str:
+def _claim_run(root: Path, run_id: str | None, child_prefix: str | None) -> str:
     """Make the run's folder, under an id that no other run has where none is given, and return the id."""
     if run_id is not None:
         run_folder(root, run_id).mkdir(exist_ok=True)
         return run_id
     while True:
-        child = f"{_stem(str(origin.run_id))}-{origin.reason}-{secrets.token_hex(3)}"
-        run_id = new_run_id() if origin.reason is None else child
+        run_id = new_run_id() if child_prefix is None else child_prefix + secrets.token_hex(3)
         try:
             run_folder(root, run_id).mkdir()
         except FileExistsError:
@@ -278,8 +265,9 @@ def _claim_segment(root: Path, run_id: str, segment: int) -> tuple[int, Path]:
 
 
 def _stem(run_id: str) -> str:
-    """Return what the id of a run and the ids that its children get here begin with."""
-    return _CHILD_SUFFIX.sub("", run_id)[:_STEM_LENGTH]
+    """Return what the ids that a run's children get here begin with: its own id, or one as good when that is long."""
+    stem = _CHILD_SUFFIX.sub("", run_id)
+    return stem if len(stem) <= _STEM_LENGTH else f"{stem[: _STEM_LENGTH - 9]}-{sha256(stem.encode()).hexdigest()[:8]}"
 
 
 def _recipe_on_record(records: Records, run_id: str | None, resumed: _Checkpoint | None) -> _Recipe:
@@ -306,7 +294,7 @@ def _checkpoint_id(records: Records, resumed: _Checkpoint | None) -> str | None:
 
 def _because(reason: str | None, diff: Mapping[str, object] | None) -> str:
     if reason == "requested":
-        return "a fork was asked for"
+        return "a fork was asked for, or the checkpoint is another run's"
     if reason == "foreign":
         return "the checkpoint's segment is not in this root"
     if reason == "recipe":
@@ -338,9 +326,9 @@ def _read_checkpoint(meta: Mapping[str, object]) -> _Checkpoint:
     return _Checkpoint(run_id, segment, step, tokens, recipe_hash, ckpt_id)
 
 
-def _whole(key: str, value: object) -> int:
+def _whole(key: str, value: Any) -> int:
     try:
-        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # refused here
+        number = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = -1
     if not 0 <= number <= UNBOUNDED:

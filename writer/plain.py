@@ -18,7 +18,7 @@ from collections.abc import Set as AbstractSet
 from decimal import Decimal
 from enum import Enum
 from numbers import Integral, Real
-from typing import Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 from .errors import UsageError
 
@@ -151,11 +151,11 @@ class _Reader:
             result.append(self.read(functools.partial(_same, value), f"{key}.{index}" if key else str(index)))
         return result
 
-    def _array(self, value: object, key: str) -> Json:
-        shape, dtype = tuple(value.shape), getattr(value, "dtype", "")  # type: ignore[attr-defined]
+    def _array(self, value: Any, key: str) -> Json:
+        shape, dtype = tuple(value.shape), getattr(value, "dtype", "")
         if math.prod(shape) > _ARRAY_LIMIT:
             return self._opaque(f"{type_name(value)} of {dtype}, shape {list(shape)}", key)
-        return self._plain(value.tolist(), key)  # type: ignore[attr-defined]
+        return self._plain(value.tolist(), key)
 
     def _described(self, value: object, key: str) -> Json:
         if isinstance(value, _FUNCTIONS):

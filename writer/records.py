@@ -80,40 +80,23 @@ class Records:
             (start for number in reversed(self.segments(run_id)) if (start := self.start(run_id, number))), None
         )
 
-    def parent(self, run_id: str) -> str | None:
-        """Return the run that a run was opened as a child of."""
-        first = next((start for number in self.segments(run_id) if (start := self.start(run_id, number))), None)
-        return None if first is None or first.from_run == run_id else first.from_run
-
     def start_of(self, run_id: str, segment: int) -> Start | None:
         """Return where a segment starts; None without a start record."""
         record = self.start(run_id, segment)
         return None if record is None else record.start
-
-    def settled_tokens(self, run_id: str) -> int:
-        """Return the tokens up to which the run's points are settled."""
-        head = self.head(run_id)
-        if head is None:
-            return BEFORE_ALL
-        # A checkpoint of an earlier segment is no newer than the head's start, if it is on the path at all.
-        settled = BEFORE_ALL if head.start.origin is None else head.tokens
-        settled = max([settled, *(row["tokens"] for row in self._rows(run_id, head.segment, "checkpoints"))])
-        for row in self._rows(run_id, head.segment, "segments"):
-            if row["exit"] in ("finished", "abandoned") and self._has_points(run_id, head.segment):
-                settled = max(settled, UNBOUNDED if row["tokens"] is None else row["tokens"])
-        return settled
 
     def would_leave_settled(self, run_id: str, place: tuple[str, int, int] | None) -> bool:
         """Return whether settled points of a run are not on the path of a place (run, segment, tokens; or nowhere)."""
         head = self.head(run_id)
         if head is None:
             return False
-        settled = self.settled_tokens(run_id)
+        settled, is_closed = self._settled_tokens(run_id, head)
         for old in path(self.start_of, run_id, head.segment):
             if old.run_id != run_id:
                 break  # a parent's points are not this run's to lose
             upto = min(old.hi, settled)
-            if upto > old.lo:
+            # What a segment logs at its very start is settled by what comes after it, or by the end of the run.
+            if upto > old.lo or (is_closed and old.segment == head.segment):
                 # The newest settled stretch decides: who has it has all before it.
                 return place is None or not any(
                     (new.run_id, new.segment) == (old.run_id, old.segment) and new.hi >= upto
@@ -121,10 +104,25 @@ class Records:
                 )
         return False
 
+    def has_settled(self, run_id: str) -> bool:
+        """Return whether a run has settled points of its own."""
+        return self.would_leave_settled(run_id, None)
+
     def checkpoint_id(self, run_id: str, segment: int, tokens: int) -> str | None:
         """Return the id of the newest checkpoint that was recorded at a place."""
         rows = self._rows(run_id, segment, "checkpoints")
         return next((row["ckpt_id"] for row in reversed(rows) if row["tokens"] == tokens), None)
+
+    def _settled_tokens(self, run_id: str, head: StartRecord) -> tuple[int, bool]:
+        """Return the tokens up to which the run's points are settled, and whether that is by its end."""
+        # A checkpoint of an earlier segment is no newer than the head's start, if it is on the path at all.
+        settled: list[int] = [BEFORE_ALL if head.start.origin is None else head.tokens]
+        settled += [row["tokens"] for row in self._rows(run_id, head.segment, "checkpoints")]
+        ends = [row for row in self._rows(run_id, head.segment, "segments") if row["exit"] in ("finished", "abandoned")]
+        is_closed = bool(ends) and self._has_points(run_id, head.segment)
+        if is_closed:
+            settled += [UNBOUNDED if row["tokens"] is None else row["tokens"] for row in ends]
+        return max(settled), is_closed
 
     def _has_points(self, run_id: str, segment: int) -> bool:
         parts = map(PART_FILE.fullmatch, _names(segment_folder(self._root, run_id, segment)))

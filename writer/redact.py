@@ -99,6 +99,8 @@ def _is_secret(name: str, value: Json) -> bool:  # noqa: PLR0911  # a line for e
     words = [word.lower() for word in _WORDS.findall(name)]
     if is_secret_name(name) or (words[-1:] == ["auth"] and not isinstance(value, dict)):
         return True
+    if isinstance(value, list):
+        return any(_is_secret(name, item) for item in value)
     if not words or not isinstance(value, str):
         return False
     last = words[-1]
