@@ -11,8 +11,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class DeviceValue:
-    """A number on its way from a device; `float()` waits for it, which the drain thread does."""
+class PendingValue:
+    """A number that is not known yet; `float()` waits for it, which the drain thread does."""
+
+    __slots__ = ()
+
+    def __float__(self) -> float:
+        raise NotImplementedError
+
+
+class DeviceValue(PendingValue):
+    """A number on its way from a device."""
 
     __slots__ = ("_copied", "_host")
 
@@ -36,7 +45,7 @@ class DeviceValue:
         return float(self._host)
 
 
-def take_value(name: str, value: object) -> float | DeviceValue:
+def take_value(name: str, value: object) -> float | PendingValue:
     """Return a copy of a value, which the caller may change afterwards.
 
     Args:
@@ -46,6 +55,8 @@ def take_value(name: str, value: object) -> float | DeviceValue:
     Raises:
         UsageError: It is no number.
     """
+    if isinstance(value, PendingValue):
+        return value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         if value.numel() != 1:
