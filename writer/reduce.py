@@ -2,8 +2,8 @@
 
 Every rank adds up on its device. At a log step it packs what it has into one vector of doubles, and one all-gather
 brings the vectors of all ranks to each. What is reduced from them goes to the host by a copy that only the drain
-thread waits for. An all-gather and no all-reduce, because sums, minima and "which rank" would need one each, and because it
-shows which rank sent something else than the others.
+thread waits for. An all-gather and no all-reduce, because sums, minima and "which rank" would need one each, and
+because it shows which rank sent something else than the others.
 """
 
 from __future__ import annotations
