@@ -86,11 +86,20 @@ def read_segment(folder: Path) -> Segment:
 
 
 def read_file(path: Path) -> list[dict[str, Any]]:
-    """Return the records of one file, an open part up to where it is torn."""
+    """Return the records of one file, an open part up to where it is torn; `time` in ms since the epoch."""
     if path.suffix == ".parquet":
         with pq.ParquetFile(path) as file:
-            return list(file.read().to_pylist())
-    return [record for batch in read_batches(path) for record in batch.to_pylist()]
+            return _records(file.read())
+    return [record for batch in read_batches(path) for record in _records(batch)]
+
+
+def _records(rows: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
+    columns = [
+        (column.cast(pa.int64()) if pa.types.is_timestamp(column.type) else column).to_pylist()
+        for column in rows.columns
+    ]
+    names = rows.schema.names
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def read_batches(path: Path) -> Iterator[pa.RecordBatch]:

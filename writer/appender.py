@@ -15,12 +15,10 @@ from .stream import PartWriter
 
 # Errors after which the same file handle works again; after any other a new part is opened.
 _PASSING: Final = frozenset({ENOSPC, EDQUOT, EAGAIN, EINTR})
-# A handle that died is replaced at once. When the next dies before anything of it is durable, the storage is ill and each
-# attempt may leave a file: they become rarer, but not so rare that a job that is told to end misses one.
+# A handle that died is replaced at once. When the next dies before anything of it is durable, the storage is ill, and
+# each attempt may leave a file: they become rarer, but not so rare that a job that is told to end misses one.
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 15.0
-# What is written and not yet known to be durable is kept, for a new part, up to this size.
-_UNSYNCED_LIMIT_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Appender:
 
     @property
     def unsynced_bytes(self) -> int:
-        """Bytes that are written and not yet known to be durable."""
+        """Bytes that are written and not yet known to be durable, all of them kept in memory: the caller's to bound."""
         return self._unsynced_bytes
 
     @property
@@ -116,8 +114,6 @@ class Appender:
         # From here on the message belongs to the part, whatever part of it the storage takes now.
         self._unsynced.append(message)
         self._unsynced_bytes += len(message)
-        while self._unsynced_bytes > _UNSYNCED_LIMIT_BYTES and len(self._unsynced) > 1:
-            self._release_oldest()
         self._writer.write(message)
 
     def _release_oldest(self) -> None:

@@ -89,6 +89,7 @@ class Drain:
         self._synced_at_s = monotonic()
         self._warned: set[str] = set()
         self._refused = False  # by the storage, in the last turn
+        self._has_more = False  # than one turn takes
         self._end: End | None = None
         self._give_up_at_s = float("inf")
         self.durable = Event()
@@ -120,7 +121,8 @@ class Drain:
     def _main(self) -> None:
         try:
             while not self.durable.is_set() and monotonic() < self._give_up_at_s:
-                self._wait()
+                if self._refused or self._is_behind() or not self._has_more:
+                    self._wait()
                 self._turn()
             if self.durable.is_set():
                 self._seal_all()
@@ -143,11 +145,11 @@ class Drain:
             return
 
     def _turn(self) -> None:
-        """Write what waits, and have it made durable when that is due."""
+        """Write some of what waits, and have it made durable when that is due."""
         self._refused = False
         try:
             self._take_sync_results()
-            self._write_all()
+            self._write_some()
             self._buffer.errno = None
             if self._end is not None:
                 self._end_all()
@@ -158,20 +160,25 @@ class Drain:
             self._buffer.errno = error.errno
             self._warn(f"{error.strerror}", f"cannot write to {self._folder}: {error.strerror}; trying again")
 
-    def _write_all(self) -> None:
+    def _write_some(self) -> None:
         for appender in self._appenders.values():
             appender.flush()
         while self._ready:
             self._ready.popleft()()
-        while True:
-            if not self._taken:
-                self._taken.extend(self._buffer.take(self._settings.batch_points))
-            if not self._taken:
-                break
+        if not (self._taken or self._is_behind()):
+            self._taken.extend(self._buffer.take(self._settings.batch_points))
+            self._has_more = bool(self._buffer.items)
+        while self._taken:
             self._write_next()
             self._seal_if_full()
         if any(appender.made_folder for appender in self._appenders.values()):
             self._restore_start()
+
+    def _unsynced_bytes(self) -> int:
+        return sum(appender.unsynced_bytes for appender in self._appenders.values())
+
+    def _is_behind(self) -> bool:
+        return self._unsynced_bytes() >= self._settings.unsynced_bytes
 
     def _write_next(self) -> None:
         rows: list[Row] = []
@@ -304,7 +311,7 @@ class Drain:
         due = (
             self._wants_sync
             or monotonic() - self._synced_at_s >= self._settings.fsync_interval_s
-            or sum(appender.unsynced_bytes for appender in self._appenders.values()) >= self._settings.fsync_bytes
+            or self._unsynced_bytes() >= min(self._settings.fsync_bytes, self._settings.unsynced_bytes)
         )
         if self._sync_running or not due:
             return

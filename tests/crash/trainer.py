@@ -57,6 +57,8 @@ class Trainer:
 
     def __init__(self) -> None:
         self.run: Any = None
+        self.flooding = threading.Event()
+        self.flooder: threading.Thread
         self.step = 0
 
     def open(self, root: str, settings: Mapping[str, Any], **given: Any) -> dict[str, Any]:
@@ -91,6 +93,23 @@ class Trainer:
             worker.start()
         for worker in workers:
             worker.join()
+
+    def flood(self) -> None:
+        """Log without a pause, on a thread of its own, until `end_flood`."""
+        self.flooding.clear()
+
+        def log() -> None:
+            while not self.flooding.is_set():
+                self.log(100, 100)
+
+        self.flooder = threading.Thread(target=log)
+        self.flooder.start()
+
+    def end_flood(self) -> int:
+        """End what `flood` began, and return how many rows were logged."""
+        self.flooding.set()
+        self.flooder.join()
+        return self.step
 
     def log_row(self, row: Mapping[Any, Any], step: int, tokens: int) -> None:
         """Log one row that the test made; it is changed right afterwards."""

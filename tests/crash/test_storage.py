@@ -1,0 +1,86 @@
+"""Storage that hangs, is full, or loses its mind: the loop goes on, and the log says what it could not keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.crash.trainer import row_of, tokens_of
+from tests.faults import TINY, Storage, Trainer, failing_storage
+from tests.reading import bits, find_segment, read_segment
+
+Start = Callable[..., Trainer]
+
+
+@pytest.fixture
+def failing() -> Iterator[tuple[Storage, Start]]:
+    """Yield storage that works so far, and what starts a training process on it."""
+    with failing_storage() as (storage, start):
+        yield storage, start
+
+
+def begin(failing: tuple[Storage, Start], **settings: Any) -> tuple[Storage, Trainer]:
+    """Start a trainer whose run is open."""
+    storage, start = failing
+    trainer = start()
+    trainer.open(str(storage.root), {**TINY, **settings}, run_id="run")
+    return storage, trainer
+
+
+def check_that_every_point_is_there_or_counted(storage: Storage, logged: int, metrics: int) -> int:
+    """Compare the rows that can be read and the gaps with what was logged, and return how many rows were dropped."""
+    segment = read_segment(find_segment(storage.root))
+    kept = segment.rows()
+    assert [row.step for row in kept] == sorted({row.step for row in kept})
+    for row in kept:
+        assert row.tokens == tokens_of(row.step)
+        assert row.bits == {name: bits(value) for name, value in row_of(row.step, metrics).items()}
+    missing = sorted(set(range(1, logged + 1)) - {row.step for row in kept})
+    gaps = segment["gaps"]
+    in_gaps = [step for gap in gaps for step in range(gap["first_tokens"] // 4096, gap["last_tokens"] // 4096 + 1)]
+    assert in_gaps == missing
+    assert sum(gap["points"] for gap in gaps) == len(missing) * metrics
+    totals = [float(sum(gap["points"] for gap in gaps[: count + 1])) for count in range(len(gaps))]
+    assert segment.series("tracker/dropped") == totals
+    assert segment.end["dropped"] == len(missing) * metrics
+    return len(missing)
+
+
+@pytest.mark.parametrize("operation", ["write", "fsync"])
+def test_a_loop_goes_on_while_the_storage_hangs(failing: tuple[Storage, Start], operation: str) -> None:
+    """Rows are logged while a system call has not returned; what does not fit in memory is counted."""
+    storage, trainer = begin(failing, queue_points=3_000, unsynced_bytes=1 << 16)
+    trainer.log(100)
+    storage.fail(f"{operation} hang 600000 0 0 metrics")
+    trainer.log(10)
+    storage.wait_for("hanging")
+    trainer.log(20_000)
+    held_bytes = trainer.resident_bytes()
+    trainer.log(20_000)
+    assert trainer.resident_bytes() < held_bytes + (1 << 20)
+    trainer.call("alert", "data", "seen while it hung", 40_110, tokens_of(40_110))
+    assert not trainer.call("flush", 0.05)
+    assert len(storage.operations("hanging")) == 1
+    storage.heal()
+    assert trainer.call("flush", 30.0)
+    trainer.log(100)
+    trainer.call("finish")
+    dropped = check_that_every_point_is_there_or_counted(storage, 40_210, 3)
+    assert dropped > 30_000
+    segment = read_segment(find_segment(storage.root))
+    assert {gap["reason"] for gap in segment["gaps"]} == {"queue_full"}
+    assert [alert["message"] for alert in segment["alerts"]] == ["seen while it hung"]
+    assert trainer.warnings() == []
+
+
+def test_a_flood_of_rows_keeps_nothing_from_becoming_durable(failing: tuple[Storage, Start]) -> None:
+    """While rows come faster than they are written, checkpoints, alerts and flushes get their turn."""
+    storage, trainer = begin(failing, queue_points=40_000, batch_points=4_000)
+    trainer.flood()
+    storage.wait_for("write", path="metrics")
+    assert trainer.call("flush", 30.0)
+    rows = trainer.end_flood()
+    trainer.call("finish")
+    check_that_every_point_is_there_or_counted(storage, rows, 100)
