@@ -11,7 +11,7 @@ WHEEL_PIP := build/venv/bin/python -m pip --disable-pip-version-check --quiet
 SOURCES := llmtrack/__init__.py llmtrack/__main__.py llmtrack/writer llmtrack/query llmtrack/sync llmtrack/examples \
 	tests benchmarks hatch_build.py
 
-.PHONY: help demo test check lint types imports pytest soak format build clean
+.PHONY: help demo test check lint types imports pytest soak bench format build clean
 
 help: ## say what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -41,6 +41,10 @@ pytest: .venv/.dev ## the tests alone, with branch coverage
 soak: .venv/.dev ## the tests that take minutes
 	$(BIN)/python -m pytest -m soak
 
+bench: .venv-bench/.made ## the log beside today's trackers, measured on this machine: about an hour
+	.venv-bench/bin/python benchmarks/bench_log.py
+	.venv-bench/bin/python benchmarks/bench_append.py
+
 format: .venv/.dev ## lay out the code, and mend what ruff can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -56,7 +60,7 @@ build: .venv/.dev ## wheel and source archive; then the wheel installed and test
 	cd build/away && ../venv/bin/python -m pytest $$(grep -LE '^(import|from) [a-z.]*(torch|mlflow|wandb)' tests/unit/test_*.py)
 
 clean: ## remove what was built and installed here
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.*
+	rm -rf .venv .venv-bench build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.*
 
 .venv/.made: # no prerequisites: once made, it stays
 	@test -n "$(PYTHON)" || { echo "llmtrack needs Python 3.11 or newer, and found none (tried python3.11 to python3.14," \
@@ -72,4 +76,10 @@ clean: ## remove what was built and installed here
 .venv/.dev: .venv/.demo pyproject.toml
 	@echo "Installing the tools of a developer into .venv: a minute, once."
 	$(PIP) install --editable '.[dev]'
+	@touch $@
+
+.venv-bench/.made: benchmarks/requirements.txt pyproject.toml # apart from .venv: trackers pin what others want newer
+	@echo "Installing the trackers that the log is compared with into .venv-bench: minutes, once."
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip --disable-pip-version-check --quiet install --editable . --requirement benchmarks/requirements.txt
 	@touch $@
