@@ -192,12 +192,13 @@ class Appender:
         if mark is None:
             return
         try:
-            os.fsync(mark.fd)
+            try:
+                os.fsync(mark.fd)
+            finally:
+                os.close(mark.fd)  # may say, on NFS, what fsync did not
         except OSError as error:
             self.give_up_part(error)
             raise
-        finally:
-            os.close(mark.fd)
         self.synced(mark)
 
     def mark(self) -> SyncMark | None:

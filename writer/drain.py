@@ -85,6 +85,7 @@ class Drain:
         self._dropped_points = 0
         self._wants_sync: list[Callable[[], None]] = []
         self._sync_running = False
+        self._new_names = False  # that an fsync of the folder failed to make durable
         self._sync_results: SimpleQueue[_Sync] = SimpleQueue()
         self._synced_at_s = monotonic()
         self._warned: set[str] = set()
@@ -288,6 +289,8 @@ class Drain:
             metrics.part_bytes < self._settings.part_bytes and metrics.part_batches < self._settings.part_batches
         ):
             return
+        if self._sync_running:
+            return  # an error is told once: to that fsync, and then not to the one that ends the part
         path = metrics.end_part()
         if path is not None:
             self._sealer.submit(lambda: self._seal(path))
@@ -315,26 +318,43 @@ class Drain:
         )
         if self._sync_running or not due:
             return
-        marks = [mark for appender in self._appenders.values() if (mark := appender.mark())]
-        new_names = any(appender.opened_part for appender in self._appenders.values())
-        for appender in self._appenders.values():
-            appender.opened_part = False
-        sync = _Sync(marks, new_names, self._heartbeat(), self._wants_sync)
+        sync = _Sync(self._marks(), self._take_new_names(), self._heartbeat(), self._wants_sync)
         self._wants_sync = []
         self._synced_at_s = monotonic()
         self._sync_running = True
         self._syncer.submit(lambda: self._run_sync(sync))
 
+    def _marks(self) -> list[SyncMark]:
+        marks: list[SyncMark] = []
+        try:
+            for appender in self._appenders.values():
+                if mark := appender.mark():
+                    marks.append(mark)
+        except OSError:  # the process may have no more descriptors
+            for mark in marks:
+                os.close(mark.fd)
+            raise
+        return marks
+
+    def _take_new_names(self) -> bool:
+        """Return whether the folder has names that are not durable yet, and count on the caller to make them so."""
+        new_names = self._new_names or any(appender.opened_part for appender in self._appenders.values())
+        self._new_names = False
+        for appender in self._appenders.values():
+            appender.opened_part = False
+        return new_names
+
     def _run_sync(self, sync: _Sync) -> None:
         """Do what was asked for; on the sync thread."""
         for mark in sync.marks:
             try:
-                os.fsync(mark.fd)
+                try:
+                    os.fsync(mark.fd)
+                finally:
+                    os.close(mark.fd)  # may say, on NFS, what fsync did not
             except OSError as error:
                 sync.errors.append(error)
                 sync.failed.append((mark, error))
-            finally:
-                os.close(mark.fd)
         try:
             if sync.new_names:
                 sync_folder(self._folder)
@@ -359,6 +379,7 @@ class Drain:
                 mark.appender.sync_failed(mark, error)
             if sync.errors:
                 self._wants_sync = sync.waiting + self._wants_sync
+                self._new_names |= sync.new_names
                 raise sync.errors[0]
             self._ready.extend(sync.waiting)
 

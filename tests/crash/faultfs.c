@@ -6,7 +6,7 @@
  *                    one starts every count afresh
  *   FAULTFS_LOG      each operation is appended to this file: "<pid> <operation> <result or -errno> <path>"
  *
- * A rule is one line: <operation> <action> <value> <times> <after> <part of the path, or *>
+ * A rule is one line: <operation> <action> <value> <times> <after> <path>
  *   operation  open write fsync close rename unlink mkdir, or any
  *   action     error V    fail with errno V
  *              short V    take only V bytes of a write (0 too)
@@ -15,6 +15,7 @@
  *              tear V     write V bytes, then SIGKILL
  *   times      how many operations it meets; 0: every one
  *   after      how many it lets pass first
+ *   path       a part of the path; its end, when a $ follows; * for any
  *
  * The library's own files are reached through syscall(), so that it never meets itself. One lock orders rules and counts
  * of a process; it is not held while an operation hangs. */
@@ -130,6 +131,13 @@ static void read_rules(void) {
     }
 }
 
+static int concerns(const struct rule *rule, const char *path) {
+    size_t length = strlen(rule->path), whole = strlen(path);
+    if (!strcmp(rule->path, "*")) return 1;
+    if (rule->path[length - 1] != '$') return strstr(path, rule->path) != NULL;
+    return whole >= length - 1 && !strncmp(path + whole - (length - 1), rule->path, length - 1);
+}
+
 /* Return the rule that this operation meets, or NULL; a hang is waited for here. */
 static const struct rule *meet(const char *operation, const char *path) {
     static __thread struct rule met;
@@ -141,7 +149,7 @@ static const struct rule *meet(const char *operation, const char *path) {
     for (int i = 0; i < rule_count && !found; i++) {
         struct rule *rule = &rules[i];
         if (strcmp(rule->operation, "any") && strcmp(rule->operation, operation)) continue;
-        if (strcmp(rule->path, "*") && !strstr(path, rule->path)) continue;
+        if (!concerns(rule, path)) continue;
         rule->seen++;
         if (rule->seen <= rule->after || (rule->times && rule->seen > rule->after + rule->times)) continue;
         met = *rule;

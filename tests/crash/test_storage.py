@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,3 +85,43 @@ def test_a_flood_of_rows_keeps_nothing_from_becoming_durable(failing: tuple[Stor
     rows = trainer.end_flood()
     trainer.call("finish")
     check_that_every_point_is_there_or_counted(storage, rows, 100)
+
+
+def test_nothing_is_durable_before_the_names_of_its_files_are(failing: tuple[Storage, Start]) -> None:
+    """An fsync of the folder that failed is done again before anybody is told that data is durable."""
+    storage, trainer = begin(failing)
+    storage.fail("fsync error 5 1 0 segment=00001$")
+    trainer.log(1)
+    assert trainer.call("flush", 30.0)
+    folder = str(find_segment(storage.root))
+    results = [done.result for done in storage.operations("fsync") if done.path == folder]
+    assert results[-2:] == [-errno.EIO, 0]
+
+
+def test_a_close_that_fails_is_a_fsync_that_failed(failing: tuple[Storage, Start]) -> None:
+    """NFS says at close what it could not write: everything that was not durable is written again."""
+    storage, trainer = begin(failing)
+    storage.fail("close error 5 1 0 metrics")
+    trainer.log(100)
+    assert trainer.call("flush", 30.0)
+    trainer.log(100)
+    trainer.call("finish")
+    assert check_that_every_point_is_there_or_counted(storage, 200, 3) == 0
+    assert len(list(find_segment(storage.root).glob("metrics-*"))) == 2
+
+
+def test_a_process_without_descriptors_loses_nothing(failing: tuple[Storage, Start]) -> None:
+    """When the trainer has opened too many files nothing of ours adds to that, and later all of it becomes durable."""
+    storage, trainer = begin(failing)
+    trainer.log(100)
+    assert trainer.call("flush", 30.0)
+    held = trainer.open_files()
+    trainer.run_out_of_files()
+    trainer.log(100)
+    assert not trainer.call("flush", 0.3)
+    assert "Too many open files" in trainer.warnings()[0]
+    trainer.may_open_files()
+    assert trainer.call("flush", 30.0)
+    assert trainer.open_files() == held
+    trainer.call("finish")
+    assert check_that_every_point_is_there_or_counted(storage, 200, 3) == 0

@@ -149,10 +149,15 @@ class Trainer:
         with open("/proc/self/statm", "rb") as file:  # noqa: PTH123  # the trainer's own, not a file of the log
             return int(file.read().split()[1]) * resource.getpagesize()
 
-    def limit_open_files(self, spare: int) -> None:
-        """Let this process open only so many files more."""
-        used = max(int(name) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208  # numbers, not paths
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    def run_out_of_files(self) -> None:
+        """Let this process open no file more."""
+        lowest_free = os.dup(_IN)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    def may_open_files(self) -> None:
+        """End what `run_out_of_files` began."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
     def open_files(self) -> int:
         """Return how many files this process holds open."""
