@@ -327,9 +327,7 @@ class Drain:
     def _marks(self) -> list[SyncMark]:
         marks: list[SyncMark] = []
         try:
-            for appender in self._appenders.values():
-                if mark := appender.mark():
-                    marks.append(mark)
+            marks.extend(mark for appender in self._appenders.values() if (mark := appender.mark()))
         except OSError:  # the process may have no more descriptors
             for mark in marks:
                 os.close(mark.fd)

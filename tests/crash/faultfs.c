@@ -10,7 +10,7 @@
  *   operation  open write fsync close rename unlink mkdir, or any
  *   action     error V    fail with errno V
  *              short V    take only V bytes of a write (0 too)
- *              hang V     wait V ms, or until a new generation comes, then go on
+ *              hang V     wait V ms, or until a new generation comes, and then follow its rules
  *              kill V     SIGKILL this process before the operation
  *              tear V     write V bytes, then SIGKILL
  *   times      how many operations it meets; 0: every one
@@ -167,7 +167,7 @@ static const struct rule *meet(const char *operation, const char *path) {
             read_rules();
             int changed = memcmp(began, generation, sizeof began);
             pthread_mutex_unlock(&lock);
-            if (changed) break;
+            if (changed) return meet(operation, path);
         }
         return NULL;
     }

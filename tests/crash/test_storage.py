@@ -10,7 +10,7 @@ import pytest
 
 from tests.crash.trainer import row_of, tokens_of
 from tests.faults import TINY, Storage, Trainer, failing_storage
-from tests.reading import bits, find_segment, read_segment
+from tests.reading import bits, find_segment, read_file, read_segment
 
 Start = Callable[..., Trainer]
 
@@ -108,6 +108,21 @@ def test_a_close_that_fails_is_a_fsync_that_failed(failing: tuple[Storage, Start
     trainer.call("finish")
     assert check_that_every_point_is_there_or_counted(storage, 200, 3) == 0
     assert len(list(find_segment(storage.root).glob("metrics-*"))) == 2
+
+
+def test_a_part_is_not_ended_while_an_fsync_of_it_may_fail(failing: tuple[Storage, Start]) -> None:
+    """Linux tells an error to one fsync: were the part ended by the next one, what was lost would count as durable."""
+    storage, trainer = begin(failing, part_bytes=1, fsync_bytes=1)
+    storage.fail("fsync hang 600000 0 0 metrics")
+    trainer.log(100)
+    storage.wait_for("hanging")
+    trainer.log(100)
+    storage.wait_for("write", path="metrics", times=2)
+    storage.fail("fsync error 5 1 0 metrics")
+    assert trainer.call("flush", 30.0)
+    trainer.call("finish")
+    assert check_that_every_point_is_there_or_counted(storage, 200, 3) == 0
+    assert read_file(find_segment(storage.root) / "metrics-00001.parquet") == []
 
 
 def test_a_process_without_descriptors_loses_nothing(failing: tuple[Storage, Start]) -> None:
