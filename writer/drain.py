@@ -159,7 +159,7 @@ class Drain:
         except OSError as error:
             self._refused = True
             self._buffer.errno = error.errno
-            self._warn(f"{error.strerror}", f"cannot write to {self._folder}: {error.strerror}; trying again")
+            self._warn_of_storage(error)
 
     def _write_some(self) -> None:
         for appender in self._appenders.values():
@@ -358,10 +358,7 @@ class Drain:
                 sync_folder(self._folder)
         except OSError as error:
             sync.errors.append(error)
-        try:
-            self._write_heartbeat(sync.heartbeat)
-        except OSError as error:
-            self._warn("heartbeat", f"cannot write {self._folder / HEARTBEAT}: {error.strerror}")
+        self._try_heartbeat(sync.heartbeat)
         self._sync_results.put(sync)
         self.wake()
 
@@ -395,7 +392,7 @@ class Drain:
         for appender in self._appenders.values():
             appender.end_part()
         sync_folder(self._folder)
-        self._write_heartbeat(self._heartbeat())
+        self._try_heartbeat(self._heartbeat())
         self.durable.set()
 
     def _heartbeat(self) -> bytes:
@@ -412,12 +409,22 @@ class Drain:
             }
         ).encode()
 
+    def _try_heartbeat(self, heartbeat: bytes) -> None:
+        """Write a sign of life; no data waits for that."""
+        try:
+            self._write_heartbeat(heartbeat)
+        except OSError as error:
+            self._warn_of_storage(error)
+
     def _write_heartbeat(self, heartbeat: bytes) -> None:
         fd = os.open(self._folder / HEARTBEAT, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             os.pwrite(fd, heartbeat.ljust(_HEARTBEAT_BYTES - 1) + b"\n", 0)
         finally:
             os.close(fd)
+
+    def _warn_of_storage(self, error: OSError) -> None:
+        self._warn(f"{error.strerror}", f"cannot write to {self._folder}: {error.strerror}; trying again")
 
     def _warn(self, cause: str, message: str) -> None:
         if cause not in self._warned:

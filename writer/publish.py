@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from io import FileIO
 from pathlib import Path
 from typing import Final
 from uuid import uuid4
@@ -29,15 +30,21 @@ def publish(path: Path, data: bytes | memoryview) -> None:
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
         with temporary.open("xb", buffering=0) as file:  # not mkstemp: nobody else could read its 0o600
-            rest = memoryview(data)
-            while rest:
-                rest = rest[file.write(rest) :]
+            _write_all(file, memoryview(data))
             os.fsync(file.fileno())
         temporary.rename(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def _write_all(file: FileIO, rest: memoryview) -> None:
+    while rest:
+        written = file.write(rest)
+        if not written:
+            raise OSError(errno.EAGAIN, "the storage took no byte")
+        rest = rest[written:]
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ eight digits read as zeros. `docs/FORMAT.md` has the bytes drawn.
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import os
@@ -146,6 +147,8 @@ class PartWriter:
         """
         while self.pending:
             written = os.write(self._fd, self.pending)
+            if not written:
+                raise OSError(errno.EAGAIN, "the storage took no byte")
             self.bytes += written
             self.pending = self.pending[written:]
 

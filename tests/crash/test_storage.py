@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.crash.trainer import row_of, tokens_of
-from tests.faults import TINY, Storage, Trainer, failing_storage
+from tests.faults import TINY, Storage, Trainer, errno_of, failing_storage
 from tests.reading import bits, find_segment, read_file, read_segment
 
 Start = Callable[..., Trainer]
@@ -85,6 +87,82 @@ def test_a_flood_of_rows_keeps_nothing_from_becoming_durable(failing: tuple[Stor
     rows = trainer.end_flood()
     trainer.call("finish")
     check_that_every_point_is_there_or_counted(storage, rows, 100)
+
+
+@pytest.mark.parametrize(
+    "operation, error",
+    [
+        *itertools.product(["write", "fsync", "open"], ["ENOSPC", "EIO"]),
+        ("write", "EDQUOT"),
+        ("write", "ESTALE"),
+        ("fsync", "ESTALE"),
+        ("open", "EROFS"),
+        ("write", "ENOTCONN"),
+    ],
+)
+def test_an_error_of_the_storage_loses_nothing_that_fits_in_memory(
+    failing: tuple[Storage, Start], operation: str, error: str
+) -> None:
+    """Whatever the storage says, and however often: once it works again every row is there, and once."""
+    storage, trainer = begin(failing)
+    trainer.log(50)
+    storage.wait_for("write", path="metrics")
+    storage.fail(f"{operation} error {errno_of(error)} 0 0 segment=00001/")
+    trainer.log(50, 3, 0.001)
+    trainer.call("alert", "data", "seen while it failed", 100, tokens_of(100))
+    storage.wait_for(operation, failed=True)
+    storage.heal()
+    assert trainer.call("flush", 30.0)
+    trainer.log(50)
+    trainer.call("finish")
+    assert check_that_every_point_is_there_or_counted(storage, 150, 3) == 0
+    segment = read_segment(find_segment(storage.root))
+    assert [alert["message"] for alert in segment["alerts"]] == ["seen while it failed"]
+    warnings = trainer.warnings()
+    assert len(warnings) == 1
+    assert os.strerror(errno_of(error)) in warnings[0]
+
+
+def test_what_does_not_fit_while_the_storage_refuses_is_a_gap_with_its_error(failing: tuple[Storage, Start]) -> None:
+    """The gap names the system's error, and rare records are in the log all the same."""
+    storage, trainer = begin(failing, queue_points=300)
+    storage.fail(f"write error {errno.EDQUOT} 0 0 segment=00001/")
+    trainer.log(1)
+    storage.wait_for("write", failed=True)
+    trainer.log(2_000)
+    trainer.call("alert", "data", "behind the gap", 2_001, tokens_of(2_001))
+    storage.heal()
+    assert trainer.call("flush", 30.0)
+    trainer.log(10)
+    trainer.call("finish")
+    assert check_that_every_point_is_there_or_counted(storage, 2_011, 3) > 1_000
+    segment = read_segment(find_segment(storage.root))
+    assert {(gap["reason"], gap["errno"]) for gap in segment["gaps"]} == {("io_error", errno.EDQUOT)}
+    assert [alert["message"] for alert in segment["alerts"]] == ["behind the gap"]
+
+
+def test_a_sign_of_life_that_cannot_be_written_holds_nothing_up(failing: tuple[Storage, Start]) -> None:
+    """The heartbeat is no data: without it a run is durable, and ends."""
+    storage, trainer = begin(failing)
+    storage.fail("open error 13 0 0 heartbeat.json")
+    trainer.log(10)
+    assert trainer.call("flush", 30.0)
+    trainer.call("finish")
+    assert check_that_every_point_is_there_or_counted(storage, 10, 3) == 0
+    assert len(trainer.warnings()) == 1
+
+
+@pytest.mark.parametrize("taken_bytes", [0, 1, 7, 300])
+def test_a_write_that_takes_only_a_piece_goes_on_behind_it(failing: tuple[Storage, Start], taken_bytes: int) -> None:
+    """Short writes cost system calls, and nothing else."""
+    storage, trainer = begin(failing)
+    storage.fail(f"write short {taken_bytes} 20 0 segment=00001/")
+    for _ in range(5):
+        trainer.log(20)
+        assert trainer.call("flush", 30.0)
+    trainer.call("finish")
+    assert check_that_every_point_is_there_or_counted(storage, 100, 3) == 0
+    assert len(list(find_segment(storage.root).glob("metrics-*"))) == 1
 
 
 def test_nothing_is_durable_before_the_names_of_its_files_are(failing: tuple[Storage, Start]) -> None:
