@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WHEEL_PIP := build/venv/bin/python -m pip --disable-pip-version-check --quiet
 
 # By name, because basedpyright and ty do not follow the links in llmtrack/.
-SOURCES := llmtrack/__init__.py llmtrack/__main__.py llmtrack/writer llmtrack/query llmtrack/sync llmtrack/examples \
+SOURCES := llmtrack/*.py llmtrack/writer llmtrack/query llmtrack/sync llmtrack/examples \
 	tests benchmarks hatch_build.py
 
 .PHONY: help demo test check lint types imports pytest soak bench format build clean
@@ -78,8 +78,8 @@ clean: ## remove what was built and installed here
 	$(PIP) install --editable '.[dev]'
 	@touch $@
 
-.venv-bench/.made: benchmarks/requirements.txt pyproject.toml # apart from .venv: trackers pin what others want newer
+.venv-bench/.made: .venv/.made benchmarks/requirements.txt pyproject.toml # apart from .venv: trackers pin what others want newer
 	@echo "Installing the trackers that the log is compared with into .venv-bench: minutes, once."
-	$(PYTHON) -m venv .venv-bench
+	$(BIN)/python -m venv .venv-bench
 	.venv-bench/bin/python -m pip --disable-pip-version-check --quiet install --editable . --requirement benchmarks/requirements.txt
 	@touch $@
