@@ -32,6 +32,7 @@ from .worker import Worker
 
 _log = logging.getLogger("llmtrack")
 
+_INT64_MAX: Final = (1 << 63) - 1
 _HEARTBEAT_BYTES: Final = 512  # always the same length, so that one write in place leaves nothing of the last one
 # What Python and Arrow raise for a name that is no string or a value that is no number.
 _UNSTORABLE: Final = (TypeError, ValueError, OverflowError, RuntimeError, struct.error, pa.ArrowException)
@@ -81,8 +82,10 @@ class Drain:
         self._taken: deque[Item] = deque()
         self._ready: deque[Callable[[], None]] = deque()
         self._seq = 0
-        self._step, self._tokens = start.values["step"], start.values["tokens"]  # of the newest row
+        self._step, self._tokens = (int(str(start.values[place])) for place in ("step", "tokens"))  # of the newest row
         self._dropped_points = 0
+        self._unstorable: Gap | None = None  # not in the log yet
+        self._counted_at_s = monotonic()
         self._wants_sync: list[Callable[[], None]] = []
         self._sync_running = False
         self._new_names = False  # that an fsync of the folder failed to make durable
@@ -166,6 +169,9 @@ class Drain:
             appender.flush()
         while self._ready:
             self._ready.popleft()()
+        if self._unstorable is not None and monotonic() - self._counted_at_s >= self._settings.fsync_interval_s:
+            gap, self._unstorable, self._counted_at_s = self._unstorable, None, monotonic()
+            self._append_gap(gap)
         if not (self._taken or self._is_behind()):
             self._taken.extend(self._buffer.take(self._settings.batch_points))
             self._has_more = bool(self._buffer.items)
@@ -189,7 +195,11 @@ class Drain:
             self._append_rows(rows)
             return
         item = self._taken.popleft()
-        if isinstance(item, Barrier):
+        if isinstance(item, Barrier | End) and self._unstorable is not None:
+            gap, self._unstorable = self._unstorable, None
+            self._taken.appendleft(item)
+            self._append_gap(gap)
+        elif isinstance(item, Barrier):
             self._wants_sync.append(item.durable.set)
         elif isinstance(item, Gap):
             self._append_gap(item)
@@ -220,37 +230,46 @@ class Drain:
         kept: list[Row] = []
         for time_ns, step, tokens, values in rows:
             good = {
-                name: value for name, value in values.items() if self._can_store((time_ns, step, tokens, {name: value}))
+                name: float(value)
+                for name, value in values.items()
+                if self._can_store((time_ns, step, tokens, {name: value}))
             }
             if good:
                 kept.append((time_ns, step, tokens, good))
             if len(good) < len(values):
-                lost = len(values) - len(good)
-                self._taken.appendleft(Gap(tokens, tokens, step, lost, "bad_value", None))
+                self._count_unstorable(min(step, _INT64_MAX), tokens, len(values) - len(good))
         self._warn("bad_value", f"some points could not be stored and are counted as dropped: {why}")
         return kept
 
     def _can_store(self, row: Row) -> bool:
         try:
-            self._encoder.encode([row], 0)
+            self._encoder.check(row)
         except _UNSTORABLE:
             return False
         return True
 
+    def _count_unstorable(self, step: int, tokens: int, points: int) -> None:
+        """Count points in one gap, which is recorded now and then: a metric of a wrong kind comes with every row."""
+        if self._unstorable is None:
+            self._unstorable = Gap(tokens, tokens, step, points, "bad_value", None)
+        else:
+            self._unstorable.points += points
+            self._unstorable.last_tokens, self._unstorable.step = tokens, step
+
     def _append_gap(self, gap: Gap) -> None:
         self._dropped_points += gap.points
         now_ms = _now_ms()
+        # Points that could not be stored stood among others that could: no row goes back behind those.
+        step, tokens = max((gap.last_tokens, gap.step), (self._tokens, self._step))[::-1]
         # First in the queue, then in the file: an append that fails must not take it along.
-        self._taken.appendleft(
-            (now_ms * 1_000_000, gap.step, gap.last_tokens, {"tracker/dropped": float(self._dropped_points)})
-        )
+        self._taken.appendleft((now_ms * 1_000_000, step, tokens, {"tracker/dropped": float(self._dropped_points)}))
         self._append_durably(
             Record(
                 "gaps",
                 {
                     "time": now_ms,
-                    "step": gap.step,
-                    "tokens": gap.last_tokens,
+                    "step": step,
+                    "tokens": tokens,
                     "first_tokens": gap.first_tokens,
                     "last_tokens": gap.last_tokens,
                     "points": gap.points,
@@ -267,7 +286,11 @@ class Drain:
     def _append_record(self, record: Record) -> None:
         self._seq += 1
         row = {**record.values, "seq": self._seq}
-        batch = pa.RecordBatch.from_pylist([row], schema=SCHEMAS[record.table])
+        try:
+            batch = pa.RecordBatch.from_pylist([row], schema=SCHEMAS[record.table])
+        except _UNSTORABLE as error:
+            batch = pa.RecordBatch.from_pylist([_storable_record(row, SCHEMAS[record.table])], SCHEMAS[record.table])
+            self._warn("bad_record", f"a record of {record.table} is stored with what could be kept of it: {error}")
         self._append(record.table, encode_batch(batch, self._seq, self._seq))
 
     def _append(self, table: str, message: bytes) -> None:
@@ -430,6 +453,23 @@ class Drain:
         if cause not in self._warned:
             self._warned.add(cause)
             _log.warning("llmtrack: %s", message)
+
+
+def _storable_record(row: dict[str, object], schema: pa.Schema) -> dict[str, object]:
+    """Return a record with null or a similar text where a value is not of the column's type."""
+    return {field.name: _storable_value(row.get(field.name), field.type) for field in schema}
+
+
+def _storable_value(value: object, kind: pa.DataType) -> object:
+    try:
+        pa.array([value], kind)
+    except _UNSTORABLE:
+        if pa.types.is_string(kind):
+            return str(value).encode("utf-8", "backslashreplace").decode()
+        if pa.types.is_list(kind) and isinstance(value, list | tuple):
+            return [_storable_value(item, kind.value_type) for item in value]
+        return None
+    return value
 
 
 def _now_ms() -> int:

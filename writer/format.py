@@ -83,7 +83,7 @@ SCHEMAS: Final[dict[str, pa.Schema]] = {
             ("first_tokens", pa.int64()),
             ("last_tokens", pa.int64()),
             ("points", pa.int64()),
-            ("reason", pa.string()),  # queue_full, io_error
+            ("reason", pa.string()),  # queue_full, io_error, bad_value
             ("errno", pa.int64()),
         ],
         "evals": [
