@@ -129,32 +129,40 @@ LEFT JOIN (
 GROUP BY h.run_id, h.segment, h.start_tokens, h.from_nowhere, h.closed;
 
 -- What a segment logs at its own start is left behind when a later one starts from the same checkpoint: it is settled
--- only once there is a checkpoint beyond.
+-- only once there is a checkpoint beyond, or when the segment ended with nothing to come.
+CREATE OR REPLACE TABLE log.closings AS
+SELECT DISTINCT run_id, segment
+FROM log.ends
+WHERE exit IN ('finished', 'abandoned');
+
 CREATE OR REPLACE TABLE log.stretches AS
 SELECT p.run_id, p.segment, p.lo, p.hi, p.superseded_by,
-       CASE WHEN p.at_start AND h.tokens <= p.hi THEN p.hi - 1 ELSE h.tokens END AS settled_to,
+       CASE WHEN p.at_start AND h.tokens <= p.hi AND e.run_id IS NULL THEN p.hi - 1 ELSE h.tokens END AS settled_to,
        CASE WHEN p.at_start AND p.superseded_by IS NULL THEN s.from_segment END AS yields_to
 FROM log.pieces p
 LEFT JOIN log.horizons h ON h.run_id = p.run_id
-LEFT JOIN log.starts s ON s.run_id = p.run_id AND s.segment = p.segment;
+LEFT JOIN log.starts s ON s.run_id = p.run_id AND s.segment = p.segment
+LEFT JOIN log.closings e ON e.run_id = p.run_id AND e.segment = p.segment;
 
 -- The curve of each run, through its parents: which run's segments it consists of, and which tokens of them.
 CREATE OR REPLACE TABLE log.spans AS
 WITH steps AS (
     SELECT h.run_id, p.run_id AS source_run, p.segment, s.start_tokens, s.from_nowhere, p.hi,
-           p.run_id = h.run_id AS is_own,
+           p.run_id = h.run_id AND e.run_id IS NULL AS may_be_left,
            z.tokens AS settled_to
     FROM log.heads h
     JOIN log.horizons z ON z.run_id = h.run_id
     JOIN log.paths p ON p.head_run = h.run_id AND p.head_segment = h.segment
     JOIN log.starts s ON s.run_id = p.run_id AND s.segment = p.segment
+    LEFT JOIN log.closings e ON e.run_id = p.run_id AND e.segment = p.segment
 )
 SELECT run_id, source_run, segment, hi, settled_to, false AS yields,
        CASE WHEN from_nowhere THEN -9223372036854775808 ELSE start_tokens END AS lo
 FROM steps
 UNION ALL
 SELECT run_id, source_run, segment, start_tokens,
-       CASE WHEN is_own AND settled_to <= start_tokens THEN start_tokens - 1 ELSE settled_to END, true, start_tokens - 1
+       CASE WHEN may_be_left AND settled_to <= start_tokens THEN start_tokens - 1 ELSE settled_to END,
+       true, start_tokens - 1
 FROM steps
 WHERE NOT from_nowhere;
 

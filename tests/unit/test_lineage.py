@@ -372,6 +372,7 @@ def test_what_a_finished_segment_logged_at_its_start_stays(log: Log) -> None:
     log.end(second, "finished", 1000)
     assert log.open(checkpoint=saved).fork_reason == "rollback"
     assert decision(log.open(checkpoint=meta(second, 1000))) == ("a", 3, None)
+    assert log.open(checkpoint=saved, recipe={"lr": 1}).fork_reason == "rollback"
 
 
 def test_going_back_to_a_segment_before_the_last_is_a_rollback_once_the_last_has_settled_something(log: Log) -> None:
