@@ -130,7 +130,8 @@ class Oracle:
 
     def _settled(self, run_id: str, segment: Segment, tokens: int) -> bool:
         horizon = self.horizon(run_id)
-        if segment.run_id == run_id and segment.origin and tokens == segment.start:
+        ended = segment.exit in {"finished", "abandoned"}
+        if segment.run_id == run_id and segment.origin and tokens == segment.start and not ended:
             # The checkpoint that it started from is not its own: a later segment may start from there as well.
             return horizon > tokens
         return tokens <= horizon

@@ -90,13 +90,13 @@ class Records:
         head = self.head(run_id)
         if head is None:
             return False
-        settled, is_closed = self._settled_tokens(run_id, head)
+        settled = self._settled_tokens(run_id, head)
         for old in path(self.start_of, run_id, head.segment):
             if old.run_id != run_id:
                 break  # a parent's points are not this run's to lose
             upto = min(old.hi, settled)
-            # What a segment logs at its very start is settled by what comes after it, or by the end of the run.
-            if upto > old.lo or (is_closed and old.segment == head.segment):
+            # What a segment logs at its very start is settled by a checkpoint beyond, or by its own end.
+            if upto > old.lo or self._ended_at(run_id, old.segment) is not None:
                 # The newest settled stretch decides: who has it has all before it.
                 return place is None or not any(
                     (new.run_id, new.segment) == (old.run_id, old.segment) and new.hi >= upto
@@ -113,16 +113,20 @@ class Records:
         rows = self._rows(run_id, segment, "checkpoints")
         return next((row["ckpt_id"] for row in reversed(rows) if row["tokens"] == tokens), None)
 
-    def _settled_tokens(self, run_id: str, head: StartRecord) -> tuple[int, bool]:
-        """Return the tokens up to which the run's points are settled, and whether that is by its end."""
+    def _settled_tokens(self, run_id: str, head: StartRecord) -> int:
+        """Return the tokens up to which the run's points are settled."""
         # A checkpoint of an earlier segment is no newer than the head's start, if it is on the path at all.
         settled: list[int] = [BEFORE_ALL if head.start.origin is None else head.tokens]
         settled += [row["tokens"] for row in self._rows(run_id, head.segment, "checkpoints")]
-        ends = [row for row in self._rows(run_id, head.segment, "segments") if row["exit"] in ("finished", "abandoned")]
-        is_closed = bool(ends) and self._has_points(run_id, head.segment)
-        if is_closed:
-            settled += [UNBOUNDED if row["tokens"] is None else row["tokens"] for row in ends]
-        return max(settled), is_closed
+        ended = self._ended_at(run_id, head.segment)
+        return max(settled if ended is None else [*settled, ended])
+
+    def _ended_at(self, run_id: str, segment: int) -> int | None:
+        """Return the tokens at which a segment ended with nothing to come; None if it did not, or has no points."""
+        for row in self._rows(run_id, segment, "segments"):
+            if row["exit"] in ("finished", "abandoned") and self._has_points(run_id, segment):
+                return UNBOUNDED if row["tokens"] is None else int(row["tokens"])
+        return None
 
     def _has_points(self, run_id: str, segment: int) -> bool:
         parts = map(PART_FILE.fullmatch, _names(segment_folder(self._root, run_id, segment)))
