@@ -234,15 +234,21 @@ def read_raw_part(path: Path, *, offset: int = 0, live: bool = True) -> RawPart:
     name = PART_FILE.fullmatch(path.name)
     if name is None or name[1] not in SCHEMAS:
         raise FormatError(path, "not a part of an llmtrack log")
-    with path.open("rb", buffering=0) as file:
-        head = _read_head(path, file, name[1])
-        file.seek(offset)
-        data = file.readall()
+    with FileIO(path) as file:
+        if offset == 0:
+            data = file.readall()
+            start = data[: _PREFIX_BYTES + (_header_bytes(data, 0) or 0)]
+        else:
+            start = file.read(_PREFIX_BYTES)
+            start += file.read(_header_bytes(start, 0) or 0)
+            file.seek(offset)
+            data = file.readall()
+    head = _checked_head(path, start, name[1])
 
     damages: list[Damage] = []
     batches: list[_Message] = []
-    position = 0
-    for message in _intact_messages(data):
+    position = len(head) if offset == 0 and head is start else 0
+    for message in _intact_messages(data, position):
         if message.first_byte > position:
             damages.append(Damage(path, offset + position, offset + message.first_byte, "fails its checksum"))
         if message.seq_last:
@@ -303,29 +309,29 @@ class _Message:
     seq_last: int
 
 
-def _read_head(path: Path, file: FileIO, table: str) -> bytes:
-    """Return the head of the file, or the one it should have had when that is damaged or not there yet."""
-    start = file.read(_PREFIX_BYTES)
-    start += file.read(_header_bytes(start, 0) or 0)
-    version = _head_version(start)
+def _checked_head(path: Path, start: bytes, table: str) -> bytes:
+    """Return the head that a file starts with, or the one it should have when that is damaged or not there yet."""
+    version, is_intact = _look_at_head(start)
     if version is not None and version > FORMAT_VERSION:
         raise VersionError(
             path,
             f"written in format {version}, and this llmtrack reads up to format {FORMAT_VERSION}",
             hint="upgrade llmtrack where you read",
         )
-    return start if version is not None and _verify(start, 0) else encode_head(table)
+    return start if is_intact else encode_head(table)
 
 
 @functools.lru_cache(maxsize=64)  # the same bytes in every part of a table
-def _head_version(start: bytes) -> int | None:
-    """Return the format version that a head names, or None when it is damaged or not there yet."""
-    if _verify(start, 0) is None and _CHECK.search(start):
-        return None
+def _look_at_head(start: bytes) -> tuple[int | None, bool]:
+    """Return the format version that a head names, and whether all of it is as it was written."""
+    is_signed, is_intact = _CHECK.search(start) is not None, _verify(start, 0) is not None
+    if is_signed and not is_intact:
+        return None, False
     try:
-        return int((pa.ipc.read_schema(pa.py_buffer(start)).metadata or {})[_FORMAT_KEY])
+        version = int((pa.ipc.read_schema(pa.py_buffer(start)).metadata or {})[_FORMAT_KEY])
     except (pa.ArrowException, OSError, KeyError, ValueError):  # Arrow says some damage as OSError
-        return None
+        return None, False
+    return version, is_intact
 
 
 def _header_bytes(data: bytes, position: int) -> int | None:
@@ -356,9 +362,8 @@ def _verify(data: bytes, position: int) -> _Message | None:
     return _Message(position, end, int(check[1]), int(check[2])) if crc == int(check[4], 16) else None
 
 
-def _intact_messages(data: bytes) -> Iterator[_Message]:
+def _intact_messages(data: bytes, position: int) -> Iterator[_Message]:
     """Yield every intact message; after a damaged one the next continuation marker that starts an intact one counts."""
-    position = 0
     while 0 <= position < len(data):
         message = _verify(data, position)
         if message is not None:
