@@ -213,8 +213,9 @@ def _decide(  # noqa: PLR0911  # one rule after another, as the document has the
     if run_id is None or (head is None and place is None):
         return True, None  # a new run
     if place is not None and place.run_id != run_id:  # the id is the child's
-        is_free = head is None or continues or not records.has_settled(run_id)
-        return is_free, (is_free and head and head.fork_reason) or "requested"
+        if head is not None and (continues or not records.has_settled(run_id)):
+            return True, head.fork_reason or "requested"  # the child's next segment
+        return head is None, "requested"  # under its id if that is free
     leaves_settled = records.would_leave_settled(run_id, place)
     if fork:
         return False, "requested"

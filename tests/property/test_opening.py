@@ -86,11 +86,9 @@ def test_what_is_settled_stays_settled_whatever_jobs_do(jobs: list[dict[str, Any
         log = _Jobs(Path(root))
         before: set[tuple[str, float]] = set()
         for job in jobs:
-            resumes = job["resumes"] is not None and log.saved
-            arguments = {
-                "checkpoint": log.saved[job["resumes"] % len(log.saved)] if resumes else None,
-                **{name: job[name] for name in ("run_id", "recipe", "fork")},
-            }
+            arguments = {name: job[name] for name in ("run_id", "recipe", "fork")}
+            if job["resumes"] is not None and log.saved:
+                arguments["checkpoint"] = log.saved[job["resumes"] % len(log.saved)]
             log.run(arguments, job["reach"], job["saves"], job["how"])
             after = log.settled()
             assert before <= after

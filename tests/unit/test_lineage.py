@@ -656,9 +656,11 @@ def test_damaged_records_do_not_keep_a_job_from_training(log: Log, caplog: pytes
     first = log.open(run_id="a")
     saved = log.save(first, 1000)
     _flip(first.folder / "checkpoints-00001.arrows")
+    (first.folder / "checkpoints-00002.arrows").mkdir()
     second = log.open(checkpoint=saved)
     assert decision(second) == ("a", 2, None)
     assert "checkpoints-00001.arrows" in caplog.text
+    assert "checkpoints-00002.arrows" in caplog.text
     _flip(second.folder / "segments-00001.arrows")
     (first.folder / "segments-00001.arrows").write_bytes(b"")
     third = log.open(checkpoint=meta(second, 2000))

@@ -157,7 +157,7 @@ def test_what_no_other_process_could_describe_is_its_type_in_a_config_and_refuse
     value: object, stands_in: str
 ) -> None:
     """No address and no content that changes by itself gets into the log."""
-    described = str(plain({"a": [value]})["a"][0])  # type: ignore[index, call-overload]
+    described = json.loads(json.dumps(plain({"a": [value]})))["a"][0]
     assert described.replace("tests.unit.", "").replace("unit.", "") == stands_in
     with pytest.raises(UsageError, match=r"the recipe's a\.0"):
         plain({"a": [value]}, strict=True)
