@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -151,20 +152,21 @@ def read_part(
     """Read the points of one part of one segment in the order of their `seq`, a few thousand at a time.
 
     Args:
-        con: From `llmtrack.query.connect`; not to be used for anything else until the iterator is exhausted.
+        con: From `llmtrack.query.connect`.
         run_id: The run.
         kind: `CANONICAL`, `PROVISIONAL` or `SUPERSEDED`.
         segment: Number of the segment.
         from_tokens: Leave out what has fewer tokens.
     """
-    rows = con.sql(
-        "SELECT seq, epoch_ms(time) AS time_ms, step, tokens, name, value FROM metrics"
-        f" WHERE run_id = $run AND segment = $segment AND {_PART} = $kind AND ($tokens IS NULL OR tokens >= $tokens)"
-        " ORDER BY seq",
-        params={"run": run_id, "segment": segment, "kind": kind, "tokens": from_tokens},
-    )
-    read = getattr(rows, "to_arrow_reader", None) or getattr(rows, "fetch_arrow_reader")  # noqa: B009 - DuckDB 1
-    yield from read(_BATCH_ROWS)
+    with closing(con.cursor()) as reading:  # of its own, so that one which is dropped half-read hinders nobody
+        rows = reading.sql(
+            "SELECT seq, epoch_ms(time) AS time_ms, step, tokens, name, value FROM metrics"
+            f" WHERE run_id = $run AND segment = $segment AND {_PART} = $kind"
+            " AND ($tokens IS NULL OR tokens >= $tokens) ORDER BY seq",
+            params={"run": run_id, "segment": segment, "kind": kind, "tokens": from_tokens},
+        )
+        read = getattr(rows, "to_arrow_reader", None) or getattr(rows, "fetch_arrow_reader")  # noqa: B009 - DuckDB 1
+        yield from read(_BATCH_ROWS)
 
 
 def names(con: duckdb.DuckDBPyConnection, run_id: str, kind: str, segments: list[int]) -> list[str]:
@@ -193,8 +195,8 @@ def agrees(
                 "SELECT count(*), coalesce(sum(seq), 0) FROM metrics"
                 f" WHERE run_id = $run AND segment = $segment AND {_PART} = $kind AND seq <= $seq",
                 {"run": run_id, "segment": segment, "kind": kind, "seq": mark.seq},
-            ).fetchone()
-            if found != (mark.points, mark.seq_sum):
+            ).fetchall()
+            if found != [(mark.points, mark.seq_sum)]:
                 return False
     return True
 

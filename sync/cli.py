@@ -5,16 +5,25 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
-import click
+try:
+    import click
+except ModuleNotFoundError as error:  # the base install is for trainers, and has no commands
+    raise SystemExit(
+        f"llmtrack-sync: {error.name} is not installed\n  try: pip install 'llmtrack-log[mlflow]'"
+    ) from None
 
 from llmtrack.writer.errors import LlmtrackError, RetryableSinkError, UsageError
 
 from . import cursor
 from .sink import sink_class
+
+if TYPE_CHECKING:
+    import duckdb
 
 EXIT_USAGE: Final = 1  # also authentication
 EXIT_INCOMPLETE: Final = 2
@@ -90,10 +99,14 @@ def command(**options: Any) -> None:
     sys.exit(_sync(**options))
 
 
-def main() -> None:
-    """Run the command; every error is one line, its remedy and an exit status."""
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command and exit; every error is one line, its remedy and an exit status.
+
+    Args:
+        args: Instead of those of the process.
+    """
     try:
-        command(standalone_mode=False)
+        command(args, standalone_mode=False)
     except LlmtrackError as error:
         click.echo(f"llmtrack-sync: {error}", err=True)
         sys.exit(EXIT_USAGE)
@@ -104,6 +117,7 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("llmtrack-sync: interrupted; what was accepted is remembered, and the next sync goes on", err=True)
         sys.exit(EXIT_INTERRUPTED)
+    sys.exit(0)
 
 
 def _sync(
@@ -129,24 +143,25 @@ def _sync(
     from . import once, show
     from .replay import Options
 
-    options = Options(tail, superseded, verify)
     runs, known = once.select(log, pattern)
     damages = log.execute("SELECT path, first_byte, end_byte, reason FROM damages").fetchall()
     for path, first, end, reason in damages:
         click.echo(f"damaged: {path}: bytes {first} to {end}: {reason}", err=True)
+    job = once.Job(log, sink, state or cursor.default_state(), Options(tail, superseded, verify), timeout_s)
     try:
         if dry_run:
-            outcome = once.plan(runs, sink, state or cursor.default_state(), log, options)
+            outcome = once.plan(job, runs)
         else:
-            with show.Console(quiet=quiet, verbose=verbose, tracker=sink.tracker) as console:
-                outcome = once.replay_all(
-                    log, runs, known, sink,
-                    state=state or cursor.default_state(), options=options, timeout_s=timeout_s, listener=console,
-                )  # fmt: skip
+            with show.Console(
+                quiet=quiet, verbose=verbose, tell_errors=quiet or as_json, tracker=sink.tracker
+            ) as console:
+                outcome = once.replay_all(job, runs, known, console)
     finally:
         sink.close()
         log.close()
-    if as_json:
+    if not runs and not (as_json or quiet):
+        click.echo(f"there are no runs in {root}")
+    elif as_json:
         click.echo(json.dumps(show.rows(outcome), indent=2))
     elif not quiet:
         seconds = time.monotonic() - began
@@ -159,19 +174,17 @@ def _sync(
     return EXIT_DAMAGED if damages else 0
 
 
-def _open_log(root: Path, pattern: str | None) -> Any:
+def _open_log(root: Path, pattern: str | None) -> duckdb.DuckDBPyConnection:
+    if not root.is_dir():
+        raise UsageError(f"there is no folder {root}", hint="llmtrack-sync ROOT, the folder of the run_id=... folders")
     try:
-        from llmtrack import query
+        from llmtrack.query import connect
         from llmtrack.query.log import Log
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed", hint="pip install 'llmtrack-log[mlflow]'") from error
-    if not root.is_dir():
-        raise UsageError(
-            f"there is no folder {root}", hint="llmtrack-sync ROOT, the folder with the run_id=... folders"
-        )
     if pattern is None:
-        return query.connect(root)
+        return connect(root)
     matching = [run_id for run_id in Log(root).run_ids() if fnmatchcase(run_id, pattern)]
     if not matching:
         raise UsageError(f"no run in {root} matches {pattern!r}", hint="llmtrack ls shows the runs of a root")
-    return query.connect(root, runs=matching)
+    return connect(root, runs=matching)

@@ -53,14 +53,16 @@ class Held:
     Attributes:
         kind: As in its tags.
         segment: Likewise; None for a canonical run.
-        marks: By segment.
-        newest: Digest of the newest record per key as the tracker told it once everything had been verified; None
-            while something is on its way.
+        marks: How far everything was accepted, by segment.
+        goal: How far it may have been accepted: what was on its way when this was written.
+        newest: Digest of the newest record per key as the tracker told it when all of the goal was there; None while
+            something is on its way.
     """
 
     kind: str
     segment: int | None
     marks: dict[int, Mark] = field(default_factory=dict)
+    goal: dict[int, Mark] = field(default_factory=dict)
     newest: str | None = None
 
 
@@ -114,13 +116,17 @@ def load(path: Path) -> Cursor:
 
 
 def _held(content: dict[str, Any]) -> Held:
-    marks = {int(segment): Mark(**mark) for segment, mark in content["marks"].items()}
-    if not all(isinstance(number, int) for mark in marks.values() for number in asdict(mark).values()):
-        raise TypeError("a mark is made of integers")
     segment, newest = content["segment"], content["newest"]
     if not isinstance(segment, int | None) or not isinstance(newest, str | None):
         raise TypeError("a cursor's fields have their types")
-    return Held(str(content["kind"]), segment, marks, newest)
+    return Held(str(content["kind"]), segment, _marks(content["marks"]), _marks(content["goal"]), newest)
+
+
+def _marks(content: dict[str, Any]) -> dict[int, Mark]:
+    marks = {int(segment): Mark(**mark) for segment, mark in content.items()}
+    if not all(isinstance(number, int) for mark in marks.values() for number in asdict(mark).values()):
+        raise TypeError("a mark is made of integers")
+    return marks
 
 
 @contextmanager

@@ -130,11 +130,12 @@ def translated(uri: str, run_id: str | None = None) -> Iterator[None]:
     except LlmtrackError:
         raise
     except Exception as error:  # whatever the client's library raises, also outside its own MlflowException
-        raise _translate(error, without_credentials(uri), run_id) from error
+        raise _translate(error, uri, run_id) from error
 
 
 def _translate(error: Exception, uri: str, run_id: str | None) -> LlmtrackError:
-    text = re.sub(r"\s+", " ", str(error)).strip()
+    uri, secret = without_credentials(uri), urlsplit(uri).netloc.rpartition("@")[0]
+    text = re.sub(r"\s+", " ", str(error).replace(f"{secret}@", "") if secret else str(error)).strip()
     code = str(getattr(error, "error_code", ""))
     causes = {kind.__name__ for cause in _chain(error) for kind in type(cause).__mro__}
     if causes & _NO_ADDRESS:

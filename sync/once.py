@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,7 +14,7 @@ from . import classify, cursor, describe
 from .classify import LoggedRun
 from .patience import Patience
 from .replay import Options, Progress, Replay, Report
-from .sink import Sink, TrackerRun
+from .sink import CANONICAL, Sink, TrackerRun
 
 if TYPE_CHECKING:
     import duckdb
@@ -36,6 +36,29 @@ class Listener(Progress, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Job:
+    """One log, one tracker, and how the one is to be brought into the other.
+
+    Attributes:
+        con: From `llmtrack.query.connect`.
+        sink: Closed or open; it is left open.
+        state: The folder of the cursors.
+        options: What to send.
+        timeout_s: Seconds without any success after which the tracker counts as not reachable.
+    """
+
+    con: duckdb.DuckDBPyConnection
+    sink: Sink
+    state: Path
+    options: Options
+    timeout_s: float
+
+    def cursor_path(self, run: LoggedRun) -> Path:
+        """Return where the cursor of a run lies."""
+        return cursor.cursor_path(self.state, self.sink.name, self.sink.tracker, run.run_id)
+
+
 @dataclass
 class Outcome:
     """What one sync did.
@@ -55,132 +78,134 @@ def select(con: duckdb.DuckDBPyConnection, pattern: str | None) -> tuple[list[Lo
     Args:
         con: From `llmtrack.query.connect`.
         pattern: Shell pattern of run ids; None for all.
-
-    Raises:
-        UsageError: No run matches.
     """
     runs = classify.read_runs(con)
     chosen = [run for run in runs if pattern is None or fnmatchcase(run.run_id, pattern)]
-    if pattern is not None and not chosen:
-        raise UsageError(f"no run matches {pattern!r}", hint="llmtrack ls shows the runs of a root")
     return chosen, {run.run_id: run for run in runs}
 
 
-def plan(runs: list[LoggedRun], sink: Sink, state: Path, con: duckdb.DuckDBPyConnection, options: Options) -> Outcome:
+def plan(job: Job, runs: list[LoggedRun]) -> Outcome:
     """Return what would be sent, as far as the log and the cursors tell: no tracker is asked, nothing is written."""
     outcome = Outcome()
     for run in runs:
         report = Report(run.run_id, run.project, run.status, {kind: run.points(kind) for kind in run.parts})
-        held = cursor.load(cursor.cursor_path(state, sink.name, sink.tracker, run.run_id)).runs.values()
+        held = cursor.load(job.cursor_path(run)).runs.values()
         for kind, part in run.parts.items():
-            if options.leaves_out(kind):
+            if job.options.leaves_out(kind):
                 report.held[kind] = describe.held_reason(run, kind)
                 continue
             for segment, stretch in part.items():
-                marks = (there.marks.get(segment) for there in held if there.kind == kind)
-                done = max(
-                    (
-                        mark.points
-                        for mark in marks
-                        if mark is not None
-                        and classify.agrees(con, run.run_id, kind, {segment: stretch}, {segment: mark})
-                    ),
-                    default=0,
-                )
-                report.sent[kind] = report.sent.get(kind, 0) + stretch.points - done
+                marks = [there.marks[segment] for there in held if there.kind == kind and segment in there.marks]
+                counted = [
+                    mark.points
+                    for mark in marks
+                    if classify.agrees(job.con, run.run_id, kind, {segment: stretch}, {segment: mark})
+                ]
+                report.sent[kind] = report.sent.get(kind, 0) + stretch.points - max(counted, default=0)
         outcome.reports.append(report)
     return outcome
 
 
-def replay_all(
-    con: duckdb.DuckDBPyConnection,
-    runs: list[LoggedRun],
-    known: dict[str, LoggedRun],
-    sink: Sink,
-    *,
-    state: Path,
-    options: Options,
-    timeout_s: float,
-    listener: Listener,
-) -> Outcome:
+def replay_all(job: Job, runs: list[LoggedRun], known: dict[str, LoggedRun], listener: Listener) -> Outcome:
     """Replay runs, and go on to the next one when one fails.
 
     Args:
-        con: From `llmtrack.query.connect`.
+        job: From where to where.
         runs: Parents before their children.
         known: All runs of the root by id, to find parents that are not replayed themselves.
-        sink: Closed or open; it is left open.
-        state: The folder of the cursors.
-        options: What to send.
-        timeout_s: Seconds without any success after which the tracker counts as not reachable.
         listener: Hears of it all.
+
+    Raises:
+        UsageError: The state folder cannot be used.
     """
     outcome = Outcome()
+    if not runs:
+        return outcome  # and no database is made
+    classify.bound_memory(job.con)
     try:
-        Patience(timeout_s, listener.waiting).call(sink.open)
-        there = _list_there(sink, runs, known, lambda: Patience(timeout_s, listener.waiting))
+        Patience(job.timeout_s, listener.waiting).call(job.sink.open)
+        there = _list_there(job, runs, known, listener)
     except SinkError as error:
         outcome.stopped_by = error
         return outcome
-    refs: dict[str, str] = {
-        run_id: max(canonical, key=lambda run: run.generation).ref
-        for run_id, found in there.items()
-        if (canonical := [run for run in found if run.segment is None])
-    }
-    classify.bound_memory(con)
+    refs = _canonical_refs(there)
     for run in runs:
         report = Report(run.run_id, run.project, run.status, {kind: run.points(kind) for kind in run.parts})
-        listener.started(run, sum(n for kind, n in report.points.items() if not options.leaves_out(kind)))
-        path = cursor.cursor_path(state, sink.name, sink.tracker, run.run_id)
+        listener.started(run, sum(n for kind, n in report.points.items() if not job.options.leaves_out(kind)))
+        stop: SinkError | None = None
         try:
-            with cursor.lock(path) as is_ours:
-                if not is_ours:
-                    raise LlmtrackError(  # noqa: TRY301 - ends this run like any other reason
-                        "another llmtrack-sync on this host is replaying this run", hint="wait for it to end"
-                    )
-                replay = Replay(
-                    con,
-                    sink,
-                    run,
-                    cursor.load(path),
-                    options=options,
-                    patience=Patience(timeout_s, listener.waiting),
-                    progress=listener,
-                    parent=refs.get(run.parent_run or ""),
-                )
-                report = replay.report
-                replay.execute(there.get(run.run_id, []))
-                refs[run.run_id] = report.ref
+            parent = refs.get(run.parent_run or "")
+            _replay_run(job, run, there[run.project], report, parent=parent, listener=listener)
+            refs[run.run_id] = report.ref
         except UsageError:
-            raise  # the state folder: the same for every run
+            raise
+        except RetryableSinkError as error:
+            report.error, stop = "the tracker does not answer any more", error
+        except RejectedError as error:
+            report.error, stop = str(error), error if error.run_id is None else None
         except Exception as error:  # noqa: BLE001 - the end of the loop over runs: the others must not suffer
-            report.error = _reason(error)
-            outcome.reports.append(report)
-            listener.ended(report)
-            if isinstance(error, RetryableSinkError) or (isinstance(error, RejectedError) and error.run_id is None):
-                outcome.stopped_by = error
-                break
-            continue
+            report.error = str(error) if isinstance(error, LlmtrackError) else f"{type(error).__name__}: {error}"
         outcome.reports.append(report)
         listener.ended(report)
+        if stop is not None:
+            outcome.stopped_by = stop
+            break
     return outcome
 
 
+def _replay_run(
+    job: Job,
+    run: LoggedRun,
+    there: list[TrackerRun] | RejectedError,
+    report: Report,
+    *,
+    parent: str | None,
+    listener: Listener,
+) -> None:
+    if isinstance(there, RejectedError):
+        raise there
+    path = job.cursor_path(run)
+    with cursor.lock(path) as is_ours:
+        if not is_ours:
+            raise LlmtrackError("another llmtrack-sync on this host is replaying this run", hint="wait for it to end")
+        replay = Replay(
+            job.con,
+            job.sink,
+            run,
+            cursor.load(path),
+            report=report,
+            options=job.options,
+            patience=Patience(job.timeout_s, listener.waiting),
+            progress=listener,
+            parent=parent,
+        )
+        replay.execute([found for found in there if found.run_id == run.run_id])
+
+
+def _canonical_refs(there: Mapping[str, list[TrackerRun] | RejectedError]) -> dict[str, str]:
+    refs: dict[str, str] = {}
+    for found in there.values():
+        if not isinstance(found, RejectedError):
+            refs |= {r.run_id: r.ref for r in sorted(found, key=lambda r: r.generation) if r.kind == CANONICAL}
+    return refs
+
+
 def _list_there(
-    sink: Sink, runs: list[LoggedRun], known: dict[str, LoggedRun], patience: Callable[[], Patience]
-) -> dict[str, list[TrackerRun]]:
-    """Return what the tracker has for these runs and their parents, asking once per project."""
+    job: Job, runs: list[LoggedRun], known: dict[str, LoggedRun], listener: Listener
+) -> dict[str, list[TrackerRun] | RejectedError]:
+    """Return what the tracker has for these runs and their parents, by project, or why it does not tell."""
     projects: dict[str, set[str]] = {}
     for run in runs:
         projects.setdefault(run.project, set()).add(run.run_id)
         if run.parent_run in known:
             projects.setdefault(known[run.parent_run].project, set()).add(run.parent_run)
-    there: dict[str, list[TrackerRun]] = {}
+    there: dict[str, list[TrackerRun] | RejectedError] = {}
     for project, run_ids in projects.items():
-        for found in patience().call(lambda p=project, r=run_ids: sink.list_runs(p, sorted(r))):  # type: ignore[misc]
-            there.setdefault(found.run_id, []).append(found)
+        patience = Patience(job.timeout_s, listener.waiting)
+        try:
+            there[project] = patience.call(lambda p=project, r=run_ids: job.sink.list_runs(p, sorted(r)))  # type: ignore[misc]
+        except RejectedError as error:
+            if error.run_id is None:
+                raise
+            there[project] = error
     return there
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, LlmtrackError) else f"{type(error).__name__}: {error}"

@@ -93,6 +93,10 @@ class Progress(Protocol):
         ...
 
 
+class _MisplacedError(Exception):
+    """A run in the tracker holds points of another, which the cursor did not know of."""
+
+
 class Replay:
     """Brings one run into one tracker.
 
@@ -101,6 +105,7 @@ class Replay:
         sink: The tracker, open.
         run: The run as the log tells it.
         cursor: What is remembered of it; its lock is held.
+        report: Filled in as things are done, so that it tells how far it got.
         options: What to send.
         patience: What to do about a tracker that does not answer.
         progress: Hears of what happens.
@@ -114,6 +119,7 @@ class Replay:
         run: LoggedRun,
         cursor: Cursor,
         *,
+        report: Report,
         options: Options,
         patience: Patience,
         progress: Progress,
@@ -129,9 +135,9 @@ class Replay:
         self._parent = parent
         self._generation = 1
         self._retired: list[TrackerRun] = []
-        self.report = Report(run.run_id, run.project, run.status, {kind: run.points(kind) for kind in run.parts})
+        self.report = report
 
-    def execute(self, there: list[TrackerRun]) -> Report:
+    def execute(self, there: list[TrackerRun]) -> None:
         """Do it all.
 
         Args:
@@ -141,6 +147,14 @@ class Replay:
             SinkError: The tracker does not answer, or refused; what was accepted is in the cursor.
         """
         self._forget_all_but({run.ref for run in there})
+        try:
+            self._replay(there)
+        except _MisplacedError:  # another host was at it since: look at everything, and begin again
+            self._cursor.runs.clear()
+            self._retired.clear()
+            self._replay(self._call(lambda: self._sink.list_runs(self._run.project, [self._run.run_id])))
+
+    def _replay(self, there: list[TrackerRun]) -> None:
         canonical = self._choose_canonical([run for run in there if run.segment is None])
         sides = self._choose_sides([run for run in there if run.segment is not None])
         self._mark(canonical, sides)
@@ -151,7 +165,6 @@ class Replay:
                 self._fill(target)
                 self._verify(target)
         self._finish(canonical, sides)
-        return self.report
 
     # What is there, and what it is good for.
 
@@ -210,7 +223,7 @@ class Replay:
         if held is None and not run.newest:
             target.run = run
             return True
-        if held is not None and held.newest in {None, newest_digest(run)} and self._points.agrees(target, held.marks):
+        if held is not None and held.newest in {None, newest_digest(run)} and self._still_belongs(target, held):
             target.run, target.marks = run, dict(held.marks)
             target.verified = held.newest is not None and target.is_complete()
             return True
@@ -222,6 +235,10 @@ class Replay:
         target.has_holes = difference.lacking > 0
         target.verified = not target.has_holes
         return True
+
+    def _still_belongs(self, target: Target, held: Held) -> bool:
+        """Return whether all that was sent to a run, or may have been, is what the log has for it now."""
+        return self._points.agrees(target, held.marks) and self._points.agrees(target, held.goal)
 
     def _compare(self, target: Target, run: TrackerRun) -> Comparison:
         return Comparison(self._sink, run, self._patience, lambda: self._points.records(target), self._progress.read)
@@ -323,7 +340,8 @@ class Replay:
         return Sender(self._sink, target.there, self._patience, accepted)
 
     def _remember(self, target: Target, marks: Mapping[int, Mark], newest: str | None = None) -> None:
-        self._cursor.runs[target.there.ref] = Held(target.kind, target.segment, dict(marks), newest)
+        goal = {number: stretch.mark() for number, stretch in target.stretches.items()}
+        self._cursor.runs[target.there.ref] = Held(target.kind, target.segment, dict(marks), goal, newest)
         self._cursor.save()
 
     # Reading back.
@@ -354,6 +372,8 @@ class Replay:
 
     def _count_lacking(self, target: Target) -> int:
         difference = self._compare(target, target.there).difference(lambda: self._points.others(target))
+        if difference.misplaced:
+            raise _MisplacedError(target.kind)
         if difference.foreign:
             self.report.add_note(f"{difference.foreign} values there are not from this log; they are left as they are")
         return difference.lacking

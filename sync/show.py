@@ -30,10 +30,12 @@ class Console:
     Args:
         quiet: Say nothing but errors.
         verbose: Say also when a run is done, and every wait.
+        tell_errors: Say why a run is incomplete, because no summary will.
         tracker: Address of the tracker, without credentials.
     """
 
-    def __init__(self, *, quiet: bool, verbose: bool, tracker: str) -> None:
+    def __init__(self, *, quiet: bool, verbose: bool, tell_errors: bool, tracker: str) -> None:
+        self._tell_errors = tell_errors
         self._quiet = quiet
         self._verbose = verbose
         self._tracker = tracker
@@ -91,7 +93,7 @@ class Console:
         with self._lock:
             if self._bars is not None:
                 self._bars.remove_task(self._bar)
-        if report.error:
+        if report.error and self._tell_errors:
             self._say(f"run {report.run_id}: {report.error}", always=True)
         elif self._verbose:
             self._say(f"run {report.run_id}: done in {time.monotonic() - self._began:.1f} s")

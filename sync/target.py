@@ -60,10 +60,7 @@ class Target:
 
 
 class PointReader:
-    """Reads points of one run from the log, as the records that a sink makes of them.
-
-    Every iterator has to be exhausted, or dropped, before the next one is begun: they share one connection.
-    """
+    """Reads points of one run from the log, as the records that a sink makes of them."""
 
     def __init__(self, con: duckdb.DuckDBPyConnection, sink: Sink, run: LoggedRun) -> None:
         self._con = con

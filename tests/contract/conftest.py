@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import urllib.parse
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pytest
 
+from llmtrack.sync.cli import main
 from llmtrack.writer.format import HEARTBEAT, SCHEMAS, part_name, segment_folder
 from llmtrack.writer.stream import PartWriter
 
 EPOCH = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
-Row = tuple[int, Mapping[str, float]]  # tokens, metrics
+Metrics = tuple[int, Mapping[str, float]]  # tokens, metrics
 
 
 class SegmentLog:
@@ -34,7 +45,7 @@ class SegmentLog:
             "segments", [{"tokens": start.get("tokens", 0), "step": start.get("step", 0), **start}], phase="start"
         )
 
-    def log(self, rows: Sequence[Row], *, tokens_per_step: int = 10, ms: int = 7) -> SegmentLog:
+    def log(self, rows: Sequence[Metrics], *, tokens_per_step: int = 10, ms: int = 7) -> SegmentLog:
         """Log rows, `ms` milliseconds apart, as one batch of a part of their own."""
         points = []
         for tokens, metrics in rows:
@@ -93,10 +104,11 @@ class SegmentLog:
 
 
 class Log:
-    """A root."""
+    """A root; its runs are of one project, so that tests can share a tracker."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, project: str) -> None:
         self.root = root
+        self.project = project
         self._segments: dict[str, int] = {}
         self._began = EPOCH
 
@@ -105,7 +117,6 @@ class Log:
         run_id: str = "run",
         *,
         after: tuple[str, int, int] | None = None,
-        project: str = "pretrain",
         config: Any = None,
         **start: Any,
     ) -> SegmentLog:
@@ -114,7 +125,6 @@ class Log:
         Args:
             run_id: The run.
             after: Run, segment and tokens of the place it starts from.
-            project: As in the start record.
             config: Likewise.
             start: Further columns of the start record.
         """
@@ -126,9 +136,204 @@ class Log:
             else {}
         )
         record = (
-            {"project": project, "config": json.dumps(config or {}), "recipe": "{}", "host": "node-1"} | place | start
+            {"project": self.project, "config": json.dumps(config or {}), "recipe": "{}", "host": "node-1"}
+            | place
+            | start
         )
         return SegmentLog(self.root, run_id, number, record, self._began)
+
+
+Point = tuple[str, int, int, float]  # key, tokens, milliseconds, value
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A point as an independent reader of the log finds it."""
+
+    segment: int
+    seq: int
+    step: int
+    tokens: int
+    ms: int
+    name: str
+    value: float
+
+    @property
+    def point(self) -> Point:
+        """What a tracker should hold of it, where nothing had to be said differently."""
+        return self.name, self.tokens, self.ms, self.value
+
+
+def read_log(root: Path, run_id: str = "run") -> list[Row]:
+    """Read every point of a run with nothing but Arrow."""
+    rows = []
+    for part in sorted((root / f"run_id={run_id}").glob("segment=*/metrics-*.arrows")):
+        segment = int(part.parent.name.removeprefix("segment="))
+        with pa.ipc.open_stream(part.read_bytes()) as stream:
+            table = stream.read_all()
+        ms = table["time"].cast(pa.int64()).to_pylist()
+        columns = (table[name].to_pylist() for name in ("seq", "step", "tokens", "name", "value"))
+        rows += [
+            Row(segment, seq, step, tokens, at, name, value)
+            for (seq, step, tokens, name, value), at in zip(zip(*columns, strict=True), ms, strict=True)
+        ]
+    return rows
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A run as it lies in MLflow's database."""
+
+    ref: str
+    name: str
+    status: str
+    start_ms: int
+    end_ms: int | None
+    tags: Mapping[str, str]
+    params: Mapping[str, str]
+    metrics: Counter[Point]
+
+    @property
+    def points(self) -> Counter[Point]:
+        """Its metrics without the optimiser step, each with the number of times it is there."""
+        return Counter({point: count for point, count in self.metrics.items() if point[0] != "step"})
+
+    @property
+    def steps(self) -> set[tuple[int, int, float]]:
+        """Tokens, milliseconds and value of the metric for the optimiser step."""
+        return {point[1:] for point in self.metrics if point[0] == "step"}
+
+    def tag(self, name: str) -> str | None:
+        """One of our tags."""
+        return self.tags.get(f"llmtrack.{name}")
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A real MLflow: its address, and the database behind it."""
+
+    uri: str
+    database: Path
+
+    def runs(self, project: str) -> list[Stored]:
+        """Read the runs of an experiment that are not deleted, with nothing but SQLite."""
+        with sqlite3.connect(f"file:{urllib.parse.quote(str(self.database))}?mode=ro", uri=True) as con:
+            found = con.execute(
+                "SELECT run_uuid, r.name, status, start_time, end_time"
+                " FROM runs r JOIN experiments e USING (experiment_id)"
+                " WHERE e.name = ? AND r.lifecycle_stage = 'active' ORDER BY start_time, run_uuid",
+                (project,),
+            ).fetchall()
+            stored = [
+                Stored(
+                    *(ref, name, status, start_ms, end_ms),
+                    dict(con.execute("SELECT key, value FROM tags WHERE run_uuid = ?", [ref])),
+                    dict(con.execute("SELECT key, value FROM params WHERE run_uuid = ?", [ref])),
+                    Counter(con.execute("SELECT key, step, timestamp, value FROM metrics WHERE run_uuid = ?", [ref])),
+                )
+                for ref, name, status, start_ms, end_ms in found
+            ]
+        con.close()
+        return stored
+
+    def execute(self, statement: str, *values: object) -> None:
+        """Change the database behind MLflow's back."""
+        with sqlite3.connect(self.database) as con:
+            con.execute(statement, values)
+        con.close()
+
+
+class Bench:
+    """A log and a tracker, and the command that replays the one into the other."""
+
+    def __init__(self, log: Log, tracker: Tracker, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.log = log
+        self.tracker = tracker
+        self.state = state
+        self._capsys = capsys
+
+    @property
+    def arguments(self) -> list[str]:
+        """What every call of the command gets."""
+        place = ["--to", "mlflow", "--tracking-uri", self.tracker.uri, "--state", str(self.state)]
+        return [str(self.log.root), *place, "--timeout", "60"]
+
+    def sync(self, *options: str, expect: int = 0) -> list[dict[str, Any]]:
+        """Run the command in this process, and return its rows."""
+        with pytest.raises(SystemExit) as ended:
+            main([*self.arguments, *options, "--json"])
+        out, err = self._capsys.readouterr()
+        assert ended.value.code == expect, f"{out}{err}"
+        return list(json.loads(out)) if out else []
+
+    def runs(self, kind: str, run_id: str = "run") -> list[Stored]:
+        """Return what MLflow has of a kind, by segment."""
+        runs = [run for run in self.tracker.runs(self.log.project) if run.tag("run_id") == run_id]
+        return sorted((run for run in runs if run.tag("kind") == kind), key=lambda run: int(run.tag("segment") or 0))
+
+    def only(self, kind: str, run_id: str = "run") -> Stored:
+        """Return the one run of a kind."""
+        (run,) = self.runs(kind, run_id)
+        return run
+
+    def rows(self, run_id: str = "run") -> list[Row]:
+        """Return every point of a run in the log."""
+        return read_log(self.log.root, run_id)
+
+
+_SERVER: Final = ("-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", "1")
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without runs: making one takes seconds, copying it none."""
+    database = tmp_path_factory.mktemp("mlflow") / "empty.db"
+    code = f"from llmtrack.sync.mlflow_sink import MlflowSink; MlflowSink('sqlite:///{database}', timeout_s=60).open()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return database
+
+
+@pytest.fixture(scope="session")
+def server(empty_database: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tracker]:
+    """A real MLflow server on loopback, one for all tests; each test has a project of its own."""
+    folder = tmp_path_factory.mktemp("server")
+    database = Path(shutil.copy(empty_database, folder / "server.db"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, *_SERVER, "--port", str(port), "--backend-store-uri", f"sqlite:///{database}"]
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with (folder / "server.log").open("wb") as messages:
+        process = subprocess.Popen(
+            command,
+            stdout=messages,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env=environment,
+            text=True,
+            start_new_session=True,
+        )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "startup complete" in line:
+            break
+    drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)  # so that it never waits for us
+    process.stderr.close()
+    try:
+        assert process.poll() is None, (folder / "server.log").read_text()
+        yield Tracker(f"http://127.0.0.1:{port}", database)
+    finally:
+        os.killpg(process.pid, 15)
+        process.wait()
+        drain.wait()
+
+
+@pytest.fixture
+def embedded(empty_database: Path, tmp_path: Path) -> Tracker:
+    """A database of the test's own, written by MLflow in the process of the sync."""
+    database = Path(shutil.copy(empty_database, tmp_path / "mlflow.db"))
+    return Tracker(f"sqlite:///{database}", database)
 
 
 @pytest.fixture
@@ -136,16 +341,16 @@ def log(tmp_path: Path) -> Log:
     """An empty root."""
     root = tmp_path / "root"
     root.mkdir()
-    return Log(root)
+    return Log(root, f"project-{next(_numbers)}")
+
+
+@pytest.fixture(params=["embedded", "server"])
+def bench(request: pytest.FixtureRequest, log: Log, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """The log and each tracker in turn."""
+    return Bench(log, request.getfixturevalue(request.param), tmp_path / "state", capsys)
 
 
 @pytest.fixture
-def new_log(tmp_path: Path) -> Callable[[str], Log]:
-    """Make further roots."""
-
-    def make(name: str) -> Log:
-        root = tmp_path / name
-        root.mkdir()
-        return Log(root)
-
-    return make
+def local(embedded: Tracker, log: Log, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """The log and a database of the test's own, where the way to MLflow does not matter."""
+    return Bench(log, embedded, tmp_path / "state", capsys)
