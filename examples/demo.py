@@ -197,7 +197,7 @@ def _sync_twice(place: Place) -> None:
 
 
 def _sync(place: Place) -> int:
-    """Do what llmtrack-sync does, and return how many points were sent."""
+    """Do what llmtrack-sync does, and return how many points were sent; each one was read back and compared."""
     from llmtrack import query
     from llmtrack.sync import once, show
     from llmtrack.sync.replay import Options
@@ -208,21 +208,22 @@ def _sync(place: Place) -> int:
     log = query.connect(place.root)
     try:
         runs, known = once.select(log, None)
-        with show.Console(quiet=False, verbose=False, tracker=sink.tracker) as console:
-            outcome = once.replay_all(
-                log, runs, known, sink,
-                state=place.state, options=Options(), timeout_s=_SYNC_TIMEOUT_S, listener=console,
-            )  # fmt: skip
+        job = once.Job(log, sink, place.state, Options(), _SYNC_TIMEOUT_S)
+        with show.Console(quiet=False, verbose=False, tell_errors=False, tracker=sink.tracker) as console:
+            outcome = once.replay_all(job, runs, known, console)
     finally:
         sink.close()
         log.close()
-    verified = "every point read back and compared"
-    click.echo(show.summary(outcome, time.monotonic() - began, sink.look, would=False, verified=verified))
+    for report in outcome.reports:
+        click.echo(show.describe(report))
     if outcome.stopped_by is not None:
         raise outcome.stopped_by
     if any(report.error for report in outcome.reports):
         raise LlmtrackError("MLflow does not have everything: see above")
-    return sum(sum(report.sent.values()) for report in outcome.reports)
+    sent = sum(sum(report.sent.values()) for report in outcome.reports)
+    done = f"{sent} points sent, read back and compared" if sent else "nothing to send"
+    click.echo(f"{done}, in {time.monotonic() - began:.1f} s")
+    return sent
 
 
 def _show(place: Place, run_id: str) -> None:
