@@ -324,6 +324,7 @@ class Drain:
             seal_part(path)
         except (OSError, LlmtrackError, pa.ArrowException) as error:
             self._warn("seal", f"{path} stays open: {error}")
+        pa.default_memory_pool().release_unused()  # half a gigabyte, which the trainer may need
 
     def _seal_all(self) -> None:
         """Seal what is left at the end; what cannot be sealed stays readable as it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Final
@@ -13,7 +14,7 @@ from uuid import uuid4
 _NO_FOLDER_FSYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 
 
-def publish(path: Path, data: bytes | memoryview) -> None:
+def publish(path: Path, data: bytes | memoryview, *, check: Callable[[Path], None] | None = None) -> None:
     """Make a file appear whole, durable and at once, or not at all.
 
     It is written under a hidden name that ends in ``.tmp``, which no glob for ``*.parquet`` matches, fsynced, renamed,
@@ -23,6 +24,7 @@ def publish(path: Path, data: bytes | memoryview) -> None:
     Args:
         path: Where it appears; the folder exists.
         data: All of its bytes.
+        check: Called with the temporary file when it is on storage; what this raises keeps the file from appearing.
 
     Raises:
         OSError: The storage refused; nothing appeared and the temporary file is gone.
@@ -32,6 +34,8 @@ def publish(path: Path, data: bytes | memoryview) -> None:
         with temporary.open("xb", buffering=0) as file:  # not mkstemp: nobody else could read its 0o600
             _write_all(file, memoryview(data))
             os.fsync(file.fileno())
+        if check is not None:
+            check(temporary)
         temporary.rename(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

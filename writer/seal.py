@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,9 @@ SEALED_TABLES: Final = frozenset({"metrics"})  # the others are rare: a file of 
 # A reader of one metric reads whole row groups; smaller ones would cost bytes.
 _ROW_GROUP_ROWS: Final = 1 << 17
 DIGEST_KEY: Final = "llmtrack.source_digest"
+CHECK_KEY: Final = "llmtrack.file_crc32"
+# How Thrift writes the key and, behind it, the eight characters of the value.
+_CHECK: Final = CHECK_KEY.encode() + b"\x18\x08"
 _INTEGERS: Final = ("seq", "time", "step", "tokens")
 
 
@@ -54,7 +58,7 @@ def seal_part(path: Path, *, before_seq: int | None = None) -> Path:
     columns = dict(zip(rows.column_names, rows.columns, strict=True))
     del rows  # the last reference but for `columns`, which is used up
     groups = _sorted_groups(columns)
-    metadata[DIGEST_KEY] = rows_digest(groups())
+    metadata |= {DIGEST_KEY: rows_digest(groups()), CHECK_KEY: f"{0:08x}"}
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink,
@@ -69,8 +73,10 @@ def seal_part(path: Path, *, before_seq: int | None = None) -> Path:
         for group in groups():
             writer.write_table(group, row_group_size=_ROW_GROUP_ROWS)
     sealed = path.with_suffix(SEALED_SUFFIX)
-    publish(sealed, memoryview(sink.getvalue()))
-    verify_sealed(sealed)
+    data = bytearray(memoryview(sink.getvalue()))
+    digits = _check_digits(data)
+    data[digits] = f"{zlib.crc32(data):08x}".encode()
+    publish(sealed, memoryview(data), check=verify_sealed)
     path.unlink()
     sync_folder(path.parent)
     return sealed
@@ -86,16 +92,17 @@ def seal_segment(folder: Path) -> list[Path]:
     """
     sealed: list[Path] = []
     damaged: list[CorruptSegmentError] = []
-    next_seq: int | None = None
-    for path in sorted(list_parts(folder), key=lambda path: path.name, reverse=True):
+    next_seq: int | None = None  # the lowest in the parts that follow
+    for stem in sorted({path.stem for path in list_parts(folder)}, key=_part_number, reverse=True):
+        open_part, sealed_part = folder / f"{stem}{OPEN_SUFFIX}", folder / f"{stem}{SEALED_SUFFIX}"
+        before_seq = next_seq
         try:
-            first_seq = first_seq_of(path)
-            if path.suffix == OPEN_SUFFIX:
-                if path.with_suffix(SEALED_SUFFIX).exists():
-                    path.unlink()
-                else:
-                    sealed.append(seal_part(path, before_seq=next_seq))
+            first_seq = first_seq_of(open_part if open_part.exists() else sealed_part)
             next_seq = first_seq if first_seq is not None else next_seq
+            if sealed_part.exists() and (not open_part.exists() or _is_intact(sealed_part)):
+                open_part.unlink(missing_ok=True)
+            else:
+                sealed.append(seal_part(open_part, before_seq=before_seq))
         except CorruptSegmentError as error:
             damaged.append(error)
     if damaged:
@@ -112,22 +119,34 @@ def list_parts(folder: Path) -> Iterator[Path]:
 
 
 def first_seq_of(path: Path) -> int | None:
-    """Return the lowest `seq` in a part, open or sealed; None when it has no rows."""
+    """Return the lowest `seq` in a part, open or sealed; None when it has no rows.
+
+    Raises:
+        CorruptSegmentError: A sealed part cannot be read.
+    """
     if path.suffix == OPEN_SUFFIX:
         rows = read_part(path, live=False).table
         return rows["seq"][0].as_py() if rows.num_rows else None
-    return int((pq.read_metadata(path).metadata or {})[b"llmtrack.seq_first"] or 0) or None
+    try:
+        return int((pq.read_metadata(path).metadata or {})[b"llmtrack.seq_first"] or 0) or None
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise CorruptSegmentError(path, f"cannot be read: {error}") from error
 
 
 def verify_sealed(path: Path) -> None:
-    """Read a whole sealed part, and compare it with the digest of the rows that it was made from.
+    """Read a whole sealed part, and compare its bytes and its rows with what was promised when it was made.
 
     Raises:
-        CorruptSegmentError: It cannot be read, or other rows come out of it.
+        CorruptSegmentError: A byte was changed, it cannot be read, or other rows come out of it.
         OSError: The storage refused.
     """
+    data = bytearray(path.read_bytes())
+    digits = _check_digits(data)
+    said, data[digits] = bytes(data[digits]), b"0" * 8
+    if said != f"{zlib.crc32(data):08x}".encode():
+        raise CorruptSegmentError(path, "fails its checksum")
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with pq.ParquetFile(pa.BufferReader(data)) as file:
             promised = (file.metadata.metadata or {}).get(DIGEST_KEY.encode(), b"").decode()
             groups = (file.read_row_group(index) for index in range(file.num_row_groups))
             found = rows_digest(groups)
@@ -135,6 +154,24 @@ def verify_sealed(path: Path) -> None:
         raise CorruptSegmentError(path, f"cannot be read: {error}") from error
     if found != promised:
         raise CorruptSegmentError(path, f"its rows have the digest {found}, and it was sealed with {promised}")
+
+
+def _check_digits(data: bytearray) -> slice:
+    """Return where the digits of the checksum lie; they count as zeros in it."""
+    at = data.rfind(_CHECK) + len(_CHECK)
+    return slice(at, at + 8)
+
+
+def _part_number(stem: str) -> int:
+    return int(stem.rpartition("-")[2])
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        verify_sealed(path)
+    except CorruptSegmentError:
+        return False
+    return True
 
 
 def rows_digest(groups: Iterable[pa.Table]) -> str:

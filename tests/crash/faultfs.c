@@ -13,6 +13,7 @@
  *              hang V     wait V ms, or until a new generation comes, and then follow its rules
  *              kill V     SIGKILL this process before the operation
  *              tear V     write V bytes, then SIGKILL
+ *              flip V     write all, but byte V with its bits inverted
  *   times      how many operations it meets; 0: every one
  *   after      how many it lets pass first
  *   path       a part of the path; its end, when a $ follows; * for any
@@ -228,6 +229,12 @@ OPEN(openat64, folder, file, real(folder, file, flags, mode), int folder, const 
             errno = (int)rule->value; \
             return -1; \
         } \
+        char *flipped = NULL; \
+        if (rule && !strcmp(rule->action, "flip") && (size_t)rule->value < size && (flipped = malloc(size))) { \
+            memcpy(flipped, data, size); \
+            flipped[rule->value] = (char)~flipped[rule->value]; \
+            data = flipped; \
+        } \
         if (rule && (!strcmp(rule->action, "short") || !strcmp(rule->action, "tear"))) { \
             if ((size_t)rule->value < size) size = (size_t)rule->value; \
             ssize_t taken = size ? call : 0; \
@@ -235,7 +242,12 @@ OPEN(openat64, folder, file, real(folder, file, flags, mode), int folder, const 
             record("write", taken, path); \
             return taken; \
         } \
-        FINISH("write", call, path); \
+        ssize_t written = call; \
+        int error = errno; \
+        free(flipped); \
+        record("write", written < 0 ? -(long)error : written, path); \
+        errno = error; \
+        return written; \
     }
 
 WRITE(write, real(fd, data, size), int fd, const void *data, size_t size)

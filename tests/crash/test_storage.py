@@ -165,6 +165,21 @@ def test_a_write_that_takes_only_a_piece_goes_on_behind_it(failing: tuple[Storag
     assert len(list(find_segment(storage.root).glob("metrics-*"))) == 1
 
 
+def test_a_sealed_part_appears_only_if_it_reads_back(failing: tuple[Storage, Start]) -> None:
+    """Where the storage changes a byte on the way, the open part stays, and nothing takes its place."""
+    storage, trainer = begin(failing)
+    trainer.log(100)
+    storage.fail("write flip 99 0 0 .tmp$")
+    trainer.call("finish")
+    assert check_that_every_point_is_there_or_counted(storage, 100, 3) == 0
+    assert {path.name for path in find_segment(storage.root).iterdir()} == {
+        "heartbeat.json",
+        "metrics-00001.arrows",
+        "segments-00001.arrows",
+    }
+    assert "stay open" in trainer.warnings()[0]
+
+
 def test_nothing_is_durable_before_the_names_of_its_files_are(failing: tuple[Storage, Start]) -> None:
     """An fsync of the folder that failed is done again before anybody is told that data is durable."""
     storage, trainer = begin(failing)
