@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -43,6 +43,7 @@ SMALL_TABLES: Final = ("segments", "checkpoints", "alerts", "batches", "gaps")
 
 _TRIES: Final = 5  # for a segment whose parts vanish while they are read: each try is a new listing
 _DECODE_BYTES: Final = 32 << 20  # of messages decoded together: ten times that in memory
+_DECODE_PARTS: Final = 500  # likewise: what is read, decoded and joined while still in the processor's cache is faster
 
 _Key = tuple[str, int]  # run_id, segment
 
@@ -150,7 +151,9 @@ class Log:
         self.root = root
         self._runs: dict[str, dict[int, _Segment]] = {}
         self._evals: dict[str, bool] = {}  # path: whether it can be opened
-        self._damages: dict[str, tuple[Damage, ...]] = {}
+        self._damages: dict[str, tuple[Damage, ...]] = {}  # in what could be read
+        self._faults: dict[str, Damage] = {}  # what could not be, so far
+        self._set_aside: set[str] = set()
         self._parents: dict[str, set[str]] = defaultdict(set)
         self._places: set[_Key] = set()  # segments that others start from
 
@@ -182,7 +185,10 @@ class Log:
 
     def damages(self) -> list[tuple[_Key, Damage]]:
         """Return what could not be read, and the run and segment it belongs to (segment 0: the run as a whole)."""
-        return [(owner_of(path), damage) for path, found in sorted(self._damages.items()) for damage in found]
+        found = [damage for damages in self._damages.values() for damage in damages]
+        found += self._faults.values()
+        found.sort(key=lambda damage: (str(damage.path), damage.first_byte))
+        return [(owner_of(str(damage.path)), damage) for damage in found]
 
     def set_aside(self, path: str, reason: str) -> None:
         """Leave out a Parquet file from now on, and count it as damaged."""
@@ -193,7 +199,8 @@ class Log:
             segment.sealed[int(part[2])] = False
         else:
             self._evals[path] = False
-        self._damages[path] = (Damage(Path(path), 0, size_of(path), reason),)
+        self._set_aside.add(path)
+        self._faults[path] = Damage(Path(path), 0, size_of(path), reason)
 
     def read(
         self, runs: Collection[str] | None = None, *, take_points: Callable[[pa.Table], None] | None = None
@@ -230,7 +237,7 @@ class Log:
             found = self._read_segment(segment, listing, news, points=take_points is not None)
             pending += found
             pending_bytes += sum(message.nbytes for one in found for message in one.raw.messages)
-            if pending_bytes > _DECODE_BYTES:
+            if pending_bytes > _DECODE_BYTES or len(pending) >= _DECODE_PARTS:
                 self._decode_points(pending, take_points)
                 pending, pending_bytes = [], 0
         self._decode_points(pending, take_points)
@@ -246,9 +253,10 @@ class Log:
         for number in self._runs[run_id].keys() - numbers:
             segment = self._runs[run_id].pop(number)
             news.gone.append(segment.key)
-            self._damages = {
-                path: found for path, found in self._damages.items() if not path.startswith(f"{segment.folder}/")
-            }
+            inside = (segment.folder, f"{segment.folder}/")
+            for found in (self._damages, self._faults):
+                for path in [path for path in found if path == inside[0] or path.startswith(inside[1])]:
+                    del found[path]
         if not self._runs[run_id]:
             del self._runs[run_id]
 
@@ -257,7 +265,7 @@ class Log:
     def _list_evals(self, folder: str) -> None:
         for name in list_names(folder):
             path = f"{folder}/{name}"
-            if name.endswith(SEALED_SUFFIX) and path not in self._evals:
+            if name.endswith(SEALED_SUFFIX) and not self._evals.get(path):
                 self._evals[path] = self._can_be_opened(path)
 
     def _list_run(self, run_id: str, news: News) -> Iterator[tuple[_Segment, Listing]]:
@@ -282,10 +290,10 @@ class Log:
 
     def _list_segment(self, segment: _Segment, news: News) -> Listing:
         listing = list_segment(segment.folder)
-        for part in sorted(listing.sealed - segment.sealed.keys()):
-            segment.sealed[part] = self._can_be_opened(segment.sealed_path(part))
-        for part, can_be_opened in segment.sealed.items():
-            if can_be_opened:  # a sealed part is complete, whatever else lies there
+        for part in sorted(listing.sealed):
+            if not segment.sealed.get(part):  # a copy that is under way may be whole the next time
+                segment.sealed[part] = self._can_be_opened(segment.sealed_path(part))
+            if segment.sealed[part]:  # it is complete, whatever else lies there
                 listing.open.pop(("metrics", part), None)
                 read_earlier = segment.open.pop(("metrics", part), None)
                 if read_earlier is not None and read_earlier.last_seq >= 0:
@@ -293,8 +301,12 @@ class Log:
         return listing
 
     def _can_be_opened(self, path: str) -> bool:
+        if path in self._set_aside:
+            return False
         if fault := parquet_fault(path):
-            self._damages[path] = (Damage(Path(path), 0, size_of(path), fault),)
+            self._faults[path] = Damage(Path(path), 0, size_of(path), fault)
+        else:
+            self._faults.pop(path, None)
         return not fault
 
     # Reading
@@ -304,27 +316,34 @@ class Log:
         found: list[_Found] = []
         for segment, listing in listed:
             parts = sorted((part for name, part in listing.open if name == table), reverse=True)
-            if not any(_has_changed(segment, listing, table, part) for part in parts):
-                continue
-            if any((table, part) in segment.open for part in parts):
-                news.replaced[table].add(segment.key)
-            before_seq: int | None = None
+            if any(_has_changed(segment, listing, table, part) for part in parts):
+                if any((table, part) in segment.open for part in parts):
+                    news.replaced[table].add(segment.key)
+                found += self._read_small_parts(segment, table, {part: listing.open[table, part] for part in parts})
+            if len(found) >= _DECODE_PARTS:
+                self._decode_small(table, found, news)
+                found = []
+        self._decode_small(table, found, news)
+
+    def _read_small_parts(self, segment: _Segment, table: str, paths: Mapping[int, str]) -> Iterator[_Found]:
+        """Yield the parts of a small table in one segment, the last one first."""
+        before_seq: int | None = None
+        for part, path in paths.items():
             try:
-                for part in parts:
-                    path = listing.open[table, part]
-                    raw = self._read_raw(segment, path, 0)
-                    segment.open[table, part] = _Progress(size=size_of(path))
-                    if raw is not None:
-                        segment.open[table, part].size = raw.next_offset + raw.torn_bytes
-                        found.append(_Found(segment, part, raw, before_seq))
-                        before_seq = _lower(before_seq, raw.first_seq)
+                raw = self._read_raw(segment, path, 0)
             except FileNotFoundError:
                 continue  # nobody seals these: the whole run is being deleted
+            segment.open[table, part] = _Progress()
+            if raw is not None:
+                segment.open[table, part].size = raw.next_offset + raw.torn_bytes
+                yield _Found(segment, part, raw, before_seq)
+                before_seq = _lower(before_seq, raw.first_seq)
+
+    def _decode_small(self, table: str, found: Sequence[_Found], news: News) -> None:
         rows, _ = self._decode(found)
         if rows is None:
             return
-        rows = rows.drop_columns("part")
-        news.rows[table].append(rows)
+        news.rows[table].append(rows.drop_columns("part"))
         if table == "segments":
             for row in rows.select(["run_id", "segment", "phase", "from_run", "from_segment"]).to_pylist():
                 self._runs[row["run_id"]][row["segment"]].ended |= row["phase"] == "end"
@@ -335,7 +354,7 @@ class Log:
     def _read_segment(self, segment: _Segment, listing: Listing, news: News, *, points: bool) -> list[_Found]:
         """Read the heartbeat and the new points of a segment; list it again when its parts vanish meanwhile."""
         for attempt in range(_TRIES):
-            if attempt or not segment.ended:  # what was written since the small tables were read counts too
+            if attempt or (points and not segment.ended):  # what was written since its records were read counts too
                 listing = self._list_segment(segment, news)
             if not segment.ended and listing.has_heartbeat:
                 segment.heartbeat = read_heartbeat(f"{segment.folder}/{HEARTBEAT}") or segment.heartbeat
@@ -348,9 +367,11 @@ class Log:
             if last > segment.reached_part and not segment.ended:
                 segment.reached_part = last
                 segment.reach(sealed_reached(segment.sealed_path(last)))
+            self._faults.pop(segment.folder, None)
             return found
-        folder = Path(segment.folder)
-        self._damages[segment.folder] = (Damage(folder, 0, 0, "its parts are listed and cannot be opened"),)
+        # Listed and not there, again and again: a network file system's cache, or files that come and go.
+        fault = Damage(Path(segment.folder), 0, 0, "has parts that are listed and cannot be opened")
+        self._faults[segment.folder] = fault
         return []
 
     def _read_points(self, segment: _Segment, listing: Listing, news: News) -> list[_Found]:
@@ -384,8 +405,6 @@ class Log:
                 progress.last_seq = max(progress.last_seq, -1 if raw.last_seq is None else raw.last_seq)
                 if raw.messages:
                     found.append(_Found(segment, part, raw, before_seq))
-            elif part in read:
-                progress.size = size_of(listing.open["metrics", part])
             before_seq = _lower(before_seq, progress.first_seq)
         return found
 
@@ -395,19 +414,22 @@ class Log:
         Raises:
             FileNotFoundError: It was sealed, or deleted, meanwhile.
         """
-        raw: RawPart | None = None
-        fault: tuple[Damage, ...] = ()
         try:
             raw = read_raw_part(Path(path), offset=offset, live=not segment.ended)
         except FormatError as error:  # of a newer version
-            fault = (Damage(error.path, error.offset, size_of(path), error.reason),)
+            self._faults[path] = Damage(error.path, error.offset, size_of(path), error.reason)
+            return None
         except OSError as error:
             if error.errno in VANISHED:
                 raise FileNotFoundError(path) from error
-            fault = (Damage(Path(path), offset, size_of(path), os.strerror(error.errno or 0)),)
-        earlier = self._damages.pop(path, ())
-        if damages := (*(earlier if offset and raw else ()), *(raw.damages if raw else fault)):
+            self._faults[path] = Damage(Path(path), offset, size_of(path), os.strerror(error.errno or 0))
+            return None
+        self._faults.pop(path, None)
+        earlier = self._damages.pop(path, ()) if offset else ()
+        if damages := (*earlier, *raw.damages):
             self._damages[path] = damages
+        else:
+            self._damages.pop(path, None)
         return raw
 
     # Decoding
@@ -419,14 +441,13 @@ class Log:
             return
         last_rows = pa.array([end - 1 for end in itertools.accumulate(count for _, count in counts)], pa.int64())
         places = rows.select(["time", "step", "tokens"]).take(last_rows).to_pylist()
-        for (one, count), place in zip(counts, places, strict=True):
-            if count:
-                one.segment.reach(Reached(place["time"], place["step"], place["tokens"]))
+        for (one, _), place in zip(counts, places, strict=True):
+            one.segment.reach(Reached(place["time"], place["step"], place["tokens"]))
         if take_points is not None:
             take_points(rows)
 
     def _decode(self, found: Sequence[_Found]) -> tuple[pa.Table | None, list[tuple[_Found, int]]]:
-        """Return the rows of some parts with their keys in front, and how many each of them has.
+        """Return the rows of some parts with their keys in front, and how many each part that has any has.
 
         Rows that a later part has again are left out. All is one chunk: DuckDB pays for every chunk of every column.
         """
@@ -437,7 +458,7 @@ class Log:
         except CorruptSegmentError as error:
             if len(found) > 1:  # the others must not suffer
                 return self._decode([one for one in found if self._decode([one])[0] is not None])
-            self._damages[str(error.path)] = (Damage(error.path, 0, size_of(str(error.path)), error.reason),)
+            self._faults[str(error.path)] = Damage(error.path, 0, size_of(str(error.path)), error.reason)
             return None, []
         if any(one.has_doubles for one in found):
             starts = itertools.accumulate(counts, initial=0)
@@ -447,18 +468,19 @@ class Log:
                 for one, piece in zip(found, pieces, strict=True)
             ]
             rows, counts = pa.concat_tables(pieces), [len(piece) for piece in pieces]
-        keys: list[tuple[str, pa.DataType, Sequence[object]]] = [
-            ("run_id", pa.string(), [one.segment.run_id for one in found]),
-            ("segment", pa.int64(), [one.segment.number for one in found]),
-            ("part", pa.int64(), [one.part for one in found]),
-        ]
         rows = rows.combine_chunks()
-        for index, (name, kind, values) in enumerate(keys):
-            column = pa.concat_arrays(
-                [pa.repeat(pa.scalar(value, kind), count) for value, count in zip(values, counts, strict=True)]
+        filled = [(one, count) for one, count in zip(found, counts, strict=True) if count]
+        ends = pa.array(itertools.accumulate(count for _, count in filled), pa.int64())
+        for index, (name, values) in enumerate(
+            (
+                ("run_id", pa.array([one.segment.run_id for one, _ in filled], pa.string())),
+                ("segment", pa.array([one.segment.number for one, _ in filled], pa.int64())),
+                ("part", pa.array([one.part for one, _ in filled], pa.int64())),
             )
-            rows = rows.add_column(index, pa.field(name, kind), column)
-        return rows, list(zip(found, counts, strict=True))
+        ):
+            column = pc.run_end_decode(pa.RunEndEncodedArray.from_arrays(ends, values))
+            rows = rows.add_column(index, pa.field(name, values.type), column)
+        return rows, filled
 
 
 def _has_changed(segment: _Segment, listing: Listing, table: str, part: int) -> bool:

@@ -1,4 +1,4 @@
-"""Open a root as SQL: `connect` makes the views of `views.sql` over its sealed and open parts, `refresh` takes in what is new."""
+"""Open a root as SQL: `connect` makes the views of `views.sql` over all parts, `refresh` takes in what is new."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from llmtrack.writer.format import EVALS_FOLDER, SCHEMAS, TIME
 
 from .log import SMALL_TABLES, Log, News
 
-STALLED_AFTER_S: Final = (
-    900.0  # 30 heartbeats; storage that stands still for ten minutes is no reason to call a run dead
-)
-LOST_AFTER_S: Final = 86_400.0  # a day: whoever had a queue in mind would have noticed
+STALLED_AFTER_S: Final = 900.0  # 30 heartbeats: storage may stand still for ten minutes under a run that is well
+LOST_AFTER_S: Final = 86_400.0
 
 _KEYS: Final = [("run_id", pa.string()), ("segment", pa.int64())]
 _POINT_COLUMNS: Final = ("seq", "time", "step", "tokens", "name", "value")
@@ -80,7 +78,9 @@ def connect(
     lost_s = _seconds("LLMTRACK_LOST_AFTER", LOST_AFTER_S) if lost_after_s is None else lost_after_s
     log = Log(Path(os.path.abspath(root)))
     con = duckdb.connect(config=_CONFIG)
-    con.execute(f"SET temp_directory = {_literal(os.path.join(tempfile.gettempdir(), f'llmtrack-{os.getpid()}'))}")
+    # Not in the current folder, which may be the root: made only when memory runs out.
+    spill = Path(tempfile.gettempdir()) / f"llmtrack-{os.getpid()}"
+    con.execute(f"SET temp_directory = {_literal(str(spill))}")
     con.execute("SET TimeZone = 'UTC'")
     con.execute("CREATE SCHEMA log")
     for table, schema in (

@@ -294,9 +294,9 @@ def decode_parts(parts: Sequence[RawPart]) -> tuple[pa.Table, list[int]]:
             ) from error
         left = iter(batches)
         rows += [sum(len(batch) for batch in itertools.islice(left, len(part.messages))) for part in group]
-        schema = pa.ipc.read_schema(pa.py_buffer(head)).remove_metadata()
-        tables.append(pa.Table.from_batches([batch.replace_schema_metadata(None) for batch in batches], schema))
-    return pa.concat_tables(tables), rows
+        schema = batches[0].schema if batches else pa.ipc.read_schema(pa.py_buffer(head))
+        tables.append(pa.Table.from_batches(batches, schema).replace_schema_metadata(None))
+    return tables[0] if len(tables) == 1 else pa.concat_tables(tables), rows
 
 
 @dataclass(frozen=True)
