@@ -207,8 +207,8 @@ def _sync(place: Place) -> int:
     sink = sink_class("mlflow")(place.tracking_uri, timeout_s=_SYNC_TIMEOUT_S)
     log = query.connect(place.root)
     try:
-        runs, known = once.select(log, None)
-        job = once.Job(log, sink, place.state, Options(), _SYNC_TIMEOUT_S)
+        job = once.Job(place.root, log, sink, place.state, Options(), _SYNC_TIMEOUT_S)
+        runs, known = once.select(job, None)
         with show.Console(quiet=False, verbose=False, tell_errors=False, tracker=sink.tracker) as console:
             outcome = once.replay_all(job, runs, known, console)
     finally:

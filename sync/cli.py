@@ -143,12 +143,12 @@ def _sync(
     from . import once, show
     from .replay import Options
 
-    runs, known = once.select(log, pattern)
-    damages = log.execute("SELECT path, first_byte, end_byte, reason FROM damages").fetchall()
-    for path, first, end, reason in damages:
-        click.echo(f"damaged: {path}: bytes {first} to {end}: {reason}", err=True)
-    job = once.Job(log, sink, state or cursor.default_state(), Options(tail, superseded, verify), timeout_s)
+    job = once.Job(root, log, sink, state or cursor.default_state(), Options(tail, superseded, verify), timeout_s)
     try:
+        runs, known = once.select(job, pattern)
+        damages = log.execute("SELECT path, first_byte, end_byte, reason FROM damages").fetchall()
+        for path, first, end, reason in damages:
+            click.echo(f"damaged: {path}: bytes {first} to {end}: {reason}", err=True)
         if dry_run:
             outcome = once.plan(job, runs)
         else:

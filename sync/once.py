@@ -12,6 +12,7 @@ from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkEr
 
 from . import classify, cursor, describe
 from .classify import LoggedRun
+from .intact import set_damaged_aside
 from .patience import Patience
 from .replay import Options, Progress, Replay, Report
 from .sink import CANONICAL, Sink, TrackerRun
@@ -41,13 +42,15 @@ class Job:
     """One log, one tracker, and how the one is to be brought into the other.
 
     Attributes:
-        con: From `llmtrack.query.connect`.
+        root: The folder of the runs.
+        con: From `llmtrack.query.connect` of it.
         sink: Closed or open; it is left open.
         state: The folder of the cursors.
         options: What to send.
         timeout_s: Seconds without any success after which the tracker counts as not reachable.
     """
 
+    root: Path
     con: duckdb.DuckDBPyConnection
     sink: Sink
     state: Path
@@ -72,16 +75,43 @@ class Outcome:
     stopped_by: SinkError | None = None
 
 
-def select(con: duckdb.DuckDBPyConnection, pattern: str | None) -> tuple[list[LoggedRun], dict[str, LoggedRun]]:
+def select(job: Job, pattern: str | None) -> tuple[list[LoggedRun], dict[str, LoggedRun]]:
     """Return the runs to replay, parents first, and all runs by id.
 
+    Sealed parts of runs that have something to send are compared with their checksums, and left out if they fail.
+
     Args:
-        con: From `llmtrack.query.connect`.
+        job: From where to where.
         pattern: Shell pattern of run ids; None for all.
     """
-    runs = classify.read_runs(con)
-    chosen = [run for run in runs if pattern is None or fnmatchcase(run.run_id, pattern)]
-    return chosen, {run.run_id: run for run in runs}
+
+    def read() -> tuple[list[LoggedRun], dict[str, LoggedRun]]:
+        runs = classify.read_runs(job.con)
+        chosen = [run for run in runs if pattern is None or fnmatchcase(run.run_id, pattern)]
+        return chosen, {run.run_id: run for run in runs}
+
+    import duckdb
+
+    try:
+        chosen, known = read()
+    except duckdb.Error:
+        if not set_damaged_aside(job.con, job.root):
+            raise
+        return read()
+    if set_damaged_aside(job.con, job.root, [run.run_id for run in chosen if _has_news(job, run)]):
+        return read()
+    return chosen, known
+
+
+def _has_news(job: Job, run: LoggedRun) -> bool:
+    """Return whether the cursor says that the tracker lacks something, or cannot tell."""
+    held = cursor.load(job.cursor_path(run)).runs.values()
+    return not all(
+        any(there.kind == kind and there.newest is not None and stretch.is_held(there.marks.get(s)) for there in held)
+        for kind, part in run.parts.items()
+        if not job.options.leaves_out(kind)
+        for s, stretch in part.items()
+    )
 
 
 def plan(job: Job, runs: list[LoggedRun]) -> Outcome:

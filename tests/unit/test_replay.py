@@ -252,8 +252,8 @@ def sync(
     ear: Ear | None = None,
 ) -> Outcome:
     """Replay the log into the sink, as the command does."""
-    job = once.Job(log.con, sink, state, options or Options(), timeout_s)
-    runs, known = once.select(log.con, None)
+    job = once.Job(state, log.con, sink, state, options or Options(), timeout_s)
+    runs, known = once.select(job, None)
     return once.replay_all(job, runs, known, ear or Ear())
 
 
@@ -479,11 +479,11 @@ def test_the_plan_says_what_a_sync_sends(tmp_path: Path) -> None:
     """A dry run counts from the log and the cursors what the sync then sends, where nothing was replaced."""
     sink = MemorySink()
     for number, log in enumerate(story()):
-        runs, _ = once.select(log.con, None)
-        job = once.Job(log.con, sink, tmp_path, Options(), 0.0)
+        job = once.Job(tmp_path, log.con, sink, tmp_path, Options(), 0.0)
+        runs, _ = once.select(job, None)
         planned = once.plan(job, runs).reports[0].sent
         sent = sync(log, sink, tmp_path).reports[0].sent
         if number == 0:
             assert {kind: n for kind, n in planned.items() if n} == sent
-        runs, _ = once.select(log.con, None)
+        runs, _ = once.select(job, None)
         assert not any(once.plan(job, runs).reports[0].sent.values())

@@ -164,7 +164,7 @@ def answering(status: int, body: bytes, kind: str = "text/plain") -> Iterator[st
 
         do_GET = do_POST  # noqa: N815 - the library's name
 
-        def log_message(self, *_: object) -> None:
+        def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
