@@ -25,6 +25,7 @@ LOST_AFTER_S: Final = 86_400.0
 _KEYS: Final = [("run_id", pa.string()), ("segment", pa.int64())]
 _POINT_COLUMNS: Final = ("seq", "time", "step", "tokens", "name", "value")
 _POINTS: Final = pa.schema([*_KEYS, ("part", pa.int64()), *(SCHEMAS["metrics"].field(name) for name in _POINT_COLUMNS)])
+_EVALS: Final = pa.schema([_KEYS[0], ("file", pa.string()), ("row_number", pa.int64()), *SCHEMAS["evals"]])
 _REACHED: Final = pa.schema(
     [*_KEYS, ("time", TIME), ("step", pa.int64()), ("tokens", pa.int64()), ("dropped", pa.int64())]
 )
@@ -33,6 +34,7 @@ _DAMAGES: Final = pa.schema(
 )
 _NOW: Final = pa.schema([("time", TIME), ("stalled_before", TIME), ("lost_before", TIME)])
 _HIVE: Final = "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'segment': BIGINT}"
+_VIEWS_BEGIN: Final = "-- ==== Views"
 _CONFIG: Final[dict[str, str | bool | int | float | list[str]]] = {
     # Nodes without internet: whatever is not there must fail at once instead of being looked for.
     "autoinstall_known_extensions": "false",
@@ -49,6 +51,7 @@ class _State:
         self.points = points
         self.stalled = dt.timedelta(seconds=stalled_s)
         self.lost = dt.timedelta(seconds=lost_s)
+        self.files: tuple[list[str], list[str], list[str]] | None = None  # those that the views name
 
 
 _states: weakref.WeakKeyDictionary[duckdb.DuckDBPyConnection, _State] = weakref.WeakKeyDictionary()
@@ -67,7 +70,7 @@ def connect(
     Args:
         root: The folder that holds the runs.
         runs: See only these runs and the runs they were forked from; None: all. What others have on disk is not read.
-        points: False leaves out all points (`metrics`, `live`, `history`, `evals`), for a quick look at the runs.
+        points: False leaves out all points (`metrics`, `live`, `history`), for a quick look at the runs.
         stalled_after_s: Silence after which a running run counts as stalled; None: `LLMTRACK_STALLED_AFTER`, or 900.
         lost_after_s: Silence after which it counts as lost; None: `LLMTRACK_LOST_AFTER`, or 86,400.
 
@@ -86,6 +89,7 @@ def connect(
     for table, schema in (
         *((_table_name(name), pa.schema([*_KEYS, *SCHEMAS[name]])) for name in SMALL_TABLES),
         ("open_points", _POINTS),
+        ("no_evals", _EVALS),
     ):
         _replace(con, table, schema.empty_table())
     _states[con] = _State(
@@ -161,25 +165,28 @@ def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
     )
     now = dt.datetime.now(dt.UTC)
     _replace(con, "now", _rows(_NOW, [(now, now - state.stalled, now - state.lost)]))
-    _make_point_views(con, state)
-    con.execute(resources.files(__package__).joinpath("views.sql").read_text())
+    files = (log.sealed_parts(), log.sealed_parts(places=True), log.eval_files())
+    tables, views = resources.files(__package__).joinpath("views.sql").read_text(encoding="utf-8").split(_VIEWS_BEGIN)
+    con.execute(tables)
+    if files != state.files:
+        _name_files(con, *files, points=state.points)
+    if state.files is None:
+        con.execute(_VIEWS_BEGIN + views)
+    state.files = files
 
 
-def _make_point_views(con: duckdb.DuckDBPyConnection, state: _State) -> None:
-    """Say where the points are: the files are named one by one, so that a snapshot stays what it was."""
+def _name_files(
+    con: duckdb.DuckDBPyConnection, parts: Sequence[str], places: Sequence[str], evals: Sequence[str], *, points: bool
+) -> None:
+    """Say where the points and evals are: the files are named one by one, so that a snapshot stays what it was."""
     columns = ", ".join(("run_id", "segment", *_POINT_COLUMNS))
-    if not state.points:
-        nothing = "WHERE error('opened without points: connect(root, points=False)') IS NULL"
-        con.execute(f"CREATE OR REPLACE VIEW log.points AS SELECT {columns} FROM log.open_points {nothing}")
-        con.execute(f"CREATE OR REPLACE VIEW log.points_before AS SELECT {columns} FROM log.open_points {nothing}")
-    else:
-        sealed = state.log.sealed_parts()
-        before = state.log.sealed_parts(places=True)
-        for view, files in (("points", sealed), ("points_before", before)):
-            open_points = f"SELECT {columns} FROM log.open_points"
-            union = f"SELECT {columns} FROM read_parquet({_literal(files)}, {_HIVE}) UNION ALL " if files else ""
-            con.execute(f"CREATE OR REPLACE VIEW log.{view} AS {union}{open_points}")
-    evals = state.log.eval_files()
+    for view, files in (("points", parts), ("points_before", places)):
+        source = f"SELECT {columns} FROM log.open_points"
+        if not points:
+            source += " WHERE error('opened with points=False: there are no points here') IS NULL"
+        elif files:
+            source += f" UNION ALL SELECT {columns} FROM read_parquet({_literal(files)}, {_HIVE})"
+        con.execute(f"CREATE OR REPLACE VIEW log.{view} AS {source}")
     names = ", ".join(SCHEMAS["evals"].names)
     if evals:
         # Not hive_partitioning: it wants the same folders above every file, and ROOT/evals has no run above it.
@@ -189,11 +196,6 @@ def _make_point_views(con: duckdb.DuckDBPyConnection, state: _State) -> None:
             f"{_literal(evals)}, filename = true, file_row_number = true, hive_partitioning = false)"
         )
     else:
-        _replace(
-            con,
-            "no_evals",
-            pa.schema([_KEYS[0], ("file", pa.string()), ("row_number", pa.int64()), *SCHEMAS["evals"]]).empty_table(),
-        )
         source = "SELECT * FROM log.no_evals"
     con.execute(f"CREATE OR REPLACE VIEW log.eval_rows AS {source}")
 

@@ -1,6 +1,6 @@
 -- The one definition of path, live, superseded, settled and history. sync and every command read these views.
 --
--- Standard SQL as far as it goes. Not standard: CREATE OR REPLACE, MACRO, and the types' names. What a dialect has to bring
+-- Standard SQL as far as it goes. Not standard: CREATE OR REPLACE, MACRO, date_diff, and the types' names. What a dialect has to bring
 -- along are the tables of the schema `log`, filled from the files: folders, records, reached, checkpoints, alerts,
 -- batches, gaps, damages, and the views log.points (every point, sealed or open) and log.eval_rows.
 --
@@ -183,7 +183,28 @@ SELECT b.run_id, b.segment, b.tokens, b.before_run, b.before_segment
 FROM back b
 JOIN log.folders f ON f.run_id = b.before_run AND f.segment = b.before_segment;
 
--- ==== Points ========================================================================================================
+-- How far each segment is known to have come: its end, or the furthest of heartbeat, last point and last checkpoint.
+CREATE OR REPLACE TABLE log.progress AS
+SELECT f.run_id, f.segment,
+       coalesce(e.end_step, greatest(s.start_step, coalesce(r.step, s.start_step), coalesce(c.step, s.start_step)))
+           AS last_step,
+       coalesce(e.end_tokens,
+                greatest(s.start_tokens, coalesce(r.tokens, s.start_tokens), coalesce(c.tokens, s.start_tokens)))
+           AS last_tokens,
+       coalesce(e.end_time, greatest(s.start_time, coalesce(r.time, s.start_time), coalesce(c.time, s.start_time)),
+                r.time) AS last_time,
+       coalesce(e.dropped, r.dropped) AS dropped
+FROM log.folders f
+LEFT JOIN log.starts s ON s.run_id = f.run_id AND s.segment = f.segment
+LEFT JOIN log.ends e ON e.run_id = f.run_id AND e.segment = f.segment
+LEFT JOIN log.reached r ON r.run_id = f.run_id AND r.segment = f.segment
+LEFT JOIN (
+    SELECT run_id, segment, max(step) AS step, max(tokens) AS tokens, max(time) AS time
+    FROM log.checkpoints
+    GROUP BY run_id, segment
+) c ON c.run_id = f.run_id AND c.segment = f.segment;
+
+-- ==== Views: made once, over whatever the tables above hold =======================================================
 
 -- The metrics of which an earlier segment has a point at the very place where this one starts.
 CREATE OR REPLACE VIEW log.taken AS
@@ -259,23 +280,6 @@ WHERE e.choice = 1;
 
 -- ==== Segments and runs =============================================================================================
 
--- How far each segment is known to have come: its end, or the furthest of heartbeat, last point and last checkpoint.
-CREATE OR REPLACE TABLE log.progress AS
-SELECT f.run_id, f.segment,
-       coalesce(e.end_step, greatest(s.start_step, r.step, c.step)) AS last_step,
-       coalesce(e.end_tokens, greatest(s.start_tokens, r.tokens, c.tokens)) AS last_tokens,
-       coalesce(e.end_time, greatest(s.start_time, r.time, c.time)) AS last_time,
-       coalesce(e.dropped, r.dropped) AS dropped
-FROM log.folders f
-LEFT JOIN log.starts s ON s.run_id = f.run_id AND s.segment = f.segment
-LEFT JOIN log.ends e ON e.run_id = f.run_id AND e.segment = f.segment
-LEFT JOIN log.reached r ON r.run_id = f.run_id AND r.segment = f.segment
-LEFT JOIN (
-    SELECT run_id, segment, max(step) AS step, max(tokens) AS tokens, max(time) AS time
-    FROM log.checkpoints
-    GROUP BY run_id, segment
-) c ON c.run_id = f.run_id AND c.segment = f.segment;
-
 CREATE OR REPLACE VIEW segments AS
 SELECT f.run_id, f.segment, s.start_step, s.start_tokens, e.end_step, e.end_tokens, s.start_time, e.end_time, e.exit, e.detail,
        g.dropped, g.last_step, g.last_tokens, g.last_time,
@@ -323,7 +327,8 @@ FROM (
            coalesce(greatest(least(p.hi, s.last_tokens) - s.start_tokens, 0), 0) AS tokens_kept,
            date_diff('millisecond', s.start_time, s.last_time) / 1000.0 AS running_s,
            greatest(date_diff('millisecond',
-               lag(s.last_time) OVER (PARTITION BY s.run_id ORDER BY s.segment), s.start_time), 0) / 1000.0 AS waiting_s,
+               lag(s.last_time, 1, s.start_time) OVER (PARTITION BY s.run_id ORDER BY s.segment), s.start_time), 0)
+               / 1000.0 AS waiting_s,
            s.world_size * date_diff('millisecond', s.start_time, s.last_time) / 3600000.0 AS gpu_hours,
            h.segment IS NOT NULL AS is_head
     FROM segments s
