@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
-from measure import Memory, cpu_s, figure, machine, markdown_table, merged_medians
+from measure import Memory, aims_table, cpu_s, figure, machine, markdown_table, merged_medians
 from workload import TOKENS_PER_STEP, metric_names, metric_values
 
 from llmtrack.writer.buffer import Row
@@ -38,7 +38,7 @@ _WAIT_EVERY_POINTS: Final = 500_000  # a trainer is slower: it never has so much
 _PART_BYTES: Final = 64 << 20
 _BATCH_POINTS: Final = 10_000  # half a second of a run that logs 20 metrics at 1,000 steps/s
 _MB: Final = 1e6
-_NS_PER_STEP: Final = 250_000_000
+_STEP_TIME_NS: Final = (250e6, 5e6)  # mean and spread; even steps would make times compress to nothing
 
 
 def main() -> None:
@@ -165,14 +165,31 @@ def _batches(metrics: int, points: int, *, single: bool) -> Iterator[Iterator[Ro
     """Yield rows as they come out of the buffer, a batch at a time."""
     names, values = metric_names(metrics), metric_values(points // metrics, metrics, single=single)
     rows_a_batch = max(_BATCH_POINTS // metrics, 1)
+    times_ns = time.time_ns() + np.cumsum(np.random.default_rng(0).normal(*_STEP_TIME_NS, len(values))).astype(np.int64)
 
     def rows(first: int) -> Iterator[Row]:
         for step in range(first, min(first + rows_a_batch, len(values) + 1)):
             row = dict(zip(names, values[step - 1].tolist(), strict=True))
-            yield step * _NS_PER_STEP, step, step * TOKENS_PER_STEP, row
+            yield int(times_ns[step - 1]), step, step * TOKENS_PER_STEP, row
 
     for first in range(1, len(values) + 1, rows_a_batch):
         yield rows(first)
+
+
+def _aims(figures: dict[str, dict[str, float]]) -> str:
+    aims = (
+        (
+            "points/s, durable, of the whole process, 20 metrics a row",
+            "run-20",
+            "durable_points_per_s",
+            500e3,
+            False,
+        ),
+        ("the same, 500 metrics a row", "run-500", "durable_points_per_s", 1e6, False),
+        ("bytes/point, sealed, of fp32, 20 metrics a row", "part-20", "sealed_bytes_per_point", 5.0, True),
+        ("the same, 500 metrics a row", "part-500", "sealed_bytes_per_point", 5.0, True),
+    )
+    return aims_table([(what, figures[task][key], aim, at_most) for what, task, key, aim, at_most in aims])
 
 
 def _report(figures: dict[str, dict[str, float]]) -> str:
@@ -206,6 +223,8 @@ def _report(figures: dict[str, dict[str, float]]) -> str:
             ),
             "\n### Reading and sealing a part of 64 MiB, of fp32 values\n",
             markdown_table(("", *(title for title, _ in _PART_COLUMNS)), sealing),
+            "\n### What llmtrack aims at\n",
+            _aims(figures),
             "",
         )
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import subprocess
@@ -149,6 +150,7 @@ def _start(tool: Tool, effort: Effort, scratch: Path, **task: Any) -> subprocess
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         cwd=scratch,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # the loop's work has one thread
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from measure import NONE, figure, markdown_table, median, merged_medians
+from measure import NONE, aims_table, figure, markdown_table, median, merged_medians
 from tools import TOOLS
 
 # tool -> measurement (a workload, loop, kill-W1, ...) -> a result for each round
@@ -130,16 +130,9 @@ def _targets(figures: Figures) -> str:
         ("p50, times below ten lines of JSON", _ratio(_call_us(figures, "json", "W1").get("p50"), p50), 10.0, False),
         ("CPU of the process a row of 20, µs", _cpu_us(figures, "llmtrack", "W1", "durable_cpu_s"), 25.0, True),
         ("slowdown of a loop of 100 steps/s, %", None if slowdown is None else slowdown * 100.0, 0.5, True),
-        ("bytes/point, sealed, of fp32", _bytes_per_point(figures, "llmtrack", "W1-single", "closed_bytes"), 5.0, True),
         ("longest loss to `kill -9` at 200 calls/s, s", _longest_lost_s(figures, "llmtrack", "kill-W3"), 1.0, True),
     ]
-    rows = []
-    for what, value, aim, at_most in aims:
-        if value is None:
-            continue
-        met = value <= aim if at_most else value >= aim
-        rows.append([what, ("≤ " if at_most else "≥ ") + figure(aim, 2), figure(value), "yes" if met else "no"])
-    return markdown_table(["", "aim", "measured", "met"], rows)
+    return aims_table(aims)
 
 
 def _medians(figures: Figures, name: str, measurement: str) -> dict[str, float]:

@@ -104,6 +104,17 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def aims_table(aims: Sequence[tuple[str, float | None, float, bool]]) -> str:
+    """Return what is aimed at beside what was measured: (what, measured, aim, whether it is to stay below)."""
+    rows = []
+    for what, measured, aim, at_most in aims:
+        if measured is None:
+            continue
+        met = measured <= aim if at_most else measured >= aim
+        rows.append([what, ("≤ " if at_most else "≥ ") + figure(aim, 2), figure(measured), "yes" if met else "no"])
+    return markdown_table(["", "aim", "measured", "met"], rows)
+
+
 def figure(value: float | None, digits: int = 3) -> str:
     """Return a number for people: so many significant digits, thousands apart, a dash where there is none."""
     if value is None or not np.isfinite(value):
