@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from threading import Event
 from time import time_ns
 from typing import Final, Literal
+
+from .flag import Flag
 
 # One row of one `log` call: time in ns since the epoch, step, tokens, {name: value}. A tuple: the cheapest to make.
 Row = tuple[int, int, int, dict[str, float]]
@@ -30,14 +31,14 @@ class Record:
     table: str
     values: dict[str, object]
     after_sync: bool = False
-    durable: Event = field(default_factory=Event)
+    durable: Flag = field(default_factory=Flag)
 
 
 @dataclass(frozen=True)
 class Barrier:
     """Set when everything put before it is durable."""
 
-    durable: Event = field(default_factory=Event)
+    durable: Flag = field(default_factory=Flag)
 
 
 @dataclass(frozen=True)

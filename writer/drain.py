@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Event, Thread
+from threading import Thread
 from time import monotonic, sleep
 from typing import Final
 
@@ -22,6 +22,7 @@ import pyarrow as pa
 from .appender import Appender, SyncMark
 from .buffer import Barrier, Buffer, End, Gap, Item, Record, Row
 from .errors import LlmtrackError
+from .flag import Flag
 from .format import HEARTBEAT, SCHEMAS
 from .publish import sync_folder
 from .rows import RowEncoder
@@ -96,8 +97,8 @@ class Drain:
         self._has_more = False  # than one turn takes
         self._end: End | None = None
         self._give_up_at_s = float("inf")
-        self.durable = Event()
-        self.ended = Event()
+        self.durable = Flag()
+        self.ended = Flag()
 
     def open(self) -> None:
         """Write the start record durably, then start the thread; called once, on the thread that opens the run.

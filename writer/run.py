@@ -21,7 +21,7 @@ from .lineage import Opening, open_segment
 from .ranks import decide_on_rank_zero
 from .redact import redact
 from .settings import Settings
-from .shutdown import end_on_signal, keep_until_exit
+from .shutdown import end_on_signal, forget, keep_until_exit
 from .tensors import take_value
 from .worker import Worker
 
@@ -192,6 +192,8 @@ class RecordingRun(Run):
         self._recording: list[Record] = []  # checkpoints that are not durable yet
         self._alerts = 0
         self._is_over = False
+        self._has_end = False
+        self._is_disowned = False
         self._drain.open()
         keep_until_exit(self)
 
@@ -201,8 +203,9 @@ class RecordingRun(Run):
         buffer = self._buffer
         try:
             kind: type | None = type(sum(metrics.values()))  # type: ignore[arg-type]  # what has no sum is looked at below
+            values: dict[str, float] = metrics.copy()  # type: ignore[attr-defined]  # likewise what has no copy
         except (TypeError, AttributeError, OverflowError):
-            kind = None
+            kind, values = None, {}
         if (
             kind is not float
             or type(step) is not int
@@ -214,12 +217,12 @@ class RecordingRun(Run):
             self._log_with_care(metrics, step, tokens)
             return
         buffer.tokens = tokens
-        points = buffer.put_points + len(metrics)
+        points = buffer.put_points + len(values)
         if points <= buffer.easy_points and buffer.gap is None:
             buffer.put_points = points
-            buffer.items.append((time_ns(), step, tokens, metrics.copy()))  # type: ignore[attr-defined]
+            buffer.items.append((time_ns(), step, tokens, values))
         else:
-            self._put(step, tokens, dict(metrics))  # type: ignore[arg-type]  # its sum is a float
+            self._put(step, tokens, values)
 
     def _put(self, step: int, tokens: int, values: dict[str, float]) -> None:
         if not self._is_over:
@@ -255,15 +258,18 @@ class RecordingRun(Run):
     def _record_checkpoint(self, record: Record, *, full: bool) -> None:
         """Make the id and put the record behind what was logged before it; on the checkpoint thread."""
         path, tokens = Path(str(record.values["path"])), record.values["tokens"]
+        is_recorded = False
         try:
             identity = identify(path, tokens, full=full)  # type: ignore[arg-type]  # `_record` made it an int
+            record.values.update(ckpt_id=identity.ckpt_id, bytes=identity.bytes)
+            self._buffer.put_item(record)
+            is_recorded = True
+            self._drain.wake()
         except LlmtrackError as error:
             _log.warning("llmtrack: the checkpoint %s is not recorded: %s", path, error)
-            record.durable.set()
-            return
-        record.values.update(ckpt_id=identity.ckpt_id, bytes=identity.bytes)
-        self._buffer.put_item(record)
-        self._drain.wake()
+        finally:
+            if not is_recorded:
+                record.durable.set()  # whatever went wrong: nobody is to wait for it
 
     def alert(
         self,
@@ -303,7 +309,7 @@ class RecordingRun(Run):
         self._buffer.put_item(barrier)
         self._drain.wake()
         waiting = [*(record.durable for record in self._recording), barrier.durable]
-        return all(event.wait(max(deadline_s - monotonic(), 0.0)) for event in waiting)
+        return all(flag.wait(deadline_s - monotonic()) for flag in waiting)
 
     def finish(
         self,
@@ -312,17 +318,22 @@ class RecordingRun(Run):
         timeout: float = _FINISH_TIMEOUT_S,
     ) -> None:
         """Make everything durable, write how the segment ended, and seal its files; see `Run.finish`."""
-        if self._is_over:
+        # A signal handler may come in at any line here, and finishes what is left to do.
+        if self._is_disowned or (self._is_over and self._drain.ended.is_set()):
             return
         self._is_over = True
         deadline_s = monotonic() + timeout
+        identified_s = deadline_s - timeout / 2  # a checkpoint that cannot be read does not take the rest along
         for record in self._recording:
-            record.durable.wait(max(deadline_s - monotonic(), 0.0))
-        self._buffer.put_item(End({"time": time_ns() // 1_000_000, "phase": "end", "exit": exit, "detail": detail}))
+            record.durable.wait(identified_s - monotonic())
+        if not self._has_end:
+            self._has_end = True
+            self._buffer.put_item(End({"time": time_ns() // 1_000_000, "phase": "end", "exit": exit, "detail": detail}))
         self._drain.give_up_at(deadline_s)
         self._drain.wake()
-        self._drain.ended.wait(max(deadline_s - monotonic(), 0.0) + 1.0)
+        self._drain.ended.wait(deadline_s - monotonic() + 1.0)
         self._checkpointer.stop(0.0)
+        forget(self)
         if not self._drain.durable.is_set():
             _log.warning(
                 "llmtrack: the storage of %s did not take everything within %.0f s; what was not written is lost",
@@ -332,7 +343,7 @@ class RecordingRun(Run):
 
     def disown(self) -> None:
         """Do nothing more, in a forked child: the files belong to the parent, and its threads are not here."""
-        self._is_over = True
+        self._is_over = self._is_disowned = True
         self._buffer.refuse()
 
     def _record(self, table: str, step: SupportsIndex, tokens: SupportsIndex, **values: object) -> Record:

@@ -9,7 +9,6 @@ import sys
 import threading
 from types import FrameType
 from typing import Final, Protocol
-from weakref import WeakSet
 
 from .buffer import Exit
 from .errors import UsageError
@@ -23,12 +22,17 @@ class _Ending(Protocol):
     def disown(self) -> None: ...
 
 
-_open_runs: WeakSet[_Ending] = WeakSet()
+_open_runs: set[_Ending] = set()
 
 
 def keep_until_exit(run: _Ending) -> None:
     """Finish the run when the interpreter exits, if nobody did; disown it in forked children."""
     _open_runs.add(run)
+
+
+def forget(run: _Ending) -> None:
+    """Keep the run no longer: it was finished."""
+    _open_runs.discard(run)
 
 
 def end_on_signal(run: _Ending, number: int) -> None:

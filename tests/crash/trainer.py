@@ -188,6 +188,13 @@ class Trainer:
         os.waitpid(child, 0)
         return dict(answer)
 
+    def fork_and_leave(self) -> int:
+        """Fork, have the child end as a script does, and return its status."""
+        child = os.fork()
+        if child == 0:
+            raise SystemExit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
     def alarm(self, what: str, after_s: float, every_s: float = 0.0) -> None:
         """Have a signal handler use the run: `log`, `flush` or `finish`, whatever the main thread is doing then."""
 

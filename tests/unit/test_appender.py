@@ -218,9 +218,8 @@ def test_a_part_that_could_not_be_ended_is_written_again(appender: Appender) -> 
         pytest.raises(OSError, match="large"),
     ):
         appender.end_part()
-    path = appender.end_part()
-    assert path == appender.folder / "metrics-00002.arrows"
-    assert seqs(path) == [1]
+    assert appender.end_part() == appender.folder / "metrics-00002.arrows"
+    assert seqs(appender.folder / "metrics-00002.arrows") == [1]
 
 
 def test_a_mark_leaves_out_a_message_that_is_not_whole_yet(tmp_path: Path) -> None:
