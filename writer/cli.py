@@ -6,8 +6,8 @@ They raise `LlmtrackError`; ``llmtrack.__main__`` makes one line and an exit sta
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from .evals import EvalFile, EvalValue, to_json, write_evals
 from .lineage import new_run_id
 from .lm_eval import import_lm_eval
 from .maintenance import DEFAULT_SILENCE_S, seal_root
+from .plain import plain
 from .verify import verify
 
 _PATH: Final = click.Path(path_type=Path)
@@ -220,22 +221,21 @@ def _report(written: EvalFile, place: Mapping[str, Any], *, as_json: bool) -> No
         )
     file = str(written.path)
     rows = [
-        {**row, "time": row["time"].isoformat(), "run_id": written.run_id, "matched": written.is_matched, "file": file}
+        {**row, "time": _utc(row["time"]), "run_id": written.run_id, "matched": written.is_matched, "file": file}
         for row in written.table.to_pylist()
     ]
     _print(rows, "file", as_json=as_json)
 
 
 def _print(rows: Iterable[dict[str, Any]], lines: str | Iterable[str], *, as_json: bool) -> None:
-    """Print rows as JSON, where NaN is null, or lines; the name of a column stands for what it holds."""
+    """Print rows as JSON, or lines; the name of a column stands for what it holds."""
     if as_json:
-        plain = [{key: _finite(value) for key, value in row.items()} for row in rows]
-        click.echo(json.dumps(plain, ensure_ascii=False, indent=2))
+        click.echo(json.dumps([plain(row) for row in rows], ensure_ascii=False, indent=2))
         return
     texts = (str(row[lines]) for row in rows) if isinstance(lines, str) else lines
     for text in dict.fromkeys(texts):
         click.echo(text)
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _utc(time: datetime) -> str:
+    return time.astimezone(UTC).replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"

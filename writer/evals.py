@@ -7,7 +7,6 @@ and belongs to it as soon as one does.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import time
@@ -22,6 +21,7 @@ import pyarrow.parquet as pq
 
 from .errors import FormatError, LlmtrackError, UsageError
 from .format import EVALS_FOLDER, FORMAT_VERSION, OPEN_SUFFIX, RUN_FOLDER, SCHEMAS, SEGMENT_FOLDER, run_folder
+from .plain import plain
 from .publish import publish, sync_folder
 from .stream import read_part
 
@@ -103,7 +103,7 @@ def log_eval(
         harness: What measured, for example ``lm-eval``.
         harness_version: Its version.
         prompt_hash: Anything that differs when the prompts differ.
-        details: Anything JSON can hold.
+        details: Anything else, kept as JSON.
         tokens: Of the checkpoint; needed only where no run has recorded it.
         run_id: Of the run that has recorded the checkpoint, which saves the search for it through all runs.
 
@@ -111,8 +111,7 @@ def log_eval(
         The file, or None when ``LLMTRACK_MODE=disabled``.
 
     Raises:
-        UsageError: A value is no number, details are no JSON, there is no such root or run, or tokens are not the
-            checkpoint's.
+        UsageError: A value is no number, there is no such root or run, or tokens are not the checkpoint's.
         LlmtrackError: The storage refused; nothing was written.
     """
     if not metrics:
@@ -238,26 +237,8 @@ def find_checkpoint(root: Path, ckpt_id: str, *, run_id: str | None = None) -> C
 
 
 def to_json(value: Any) -> str:
-    """Return a value as JSON that every reader takes: NaN and infinities become the words for them.
-
-    Raises:
-        UsageError: It holds something that JSON can't.
-    """
-    try:
-        return json.dumps(_speakable(value), ensure_ascii=False, allow_nan=False, sort_keys=True)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"details are no JSON: {error}", hint="give dicts, lists, strings and numbers") from error
-
-
-def _speakable(value: Any) -> Any:
-    match value:
-        case float() if not math.isfinite(value):
-            return str(value)
-        case dict():
-            return {key: _speakable(inner) for key, inner in value.items()}
-        case list() | tuple():
-            return [_speakable(inner) for inner in value]
-    return value
+    """Return anything as JSON that every reader takes; NaN and the infinities are the words for them."""
+    return json.dumps(plain(value), ensure_ascii=False, sort_keys=True)
 
 
 def _number(what: str, value: SupportsFloat) -> float:
