@@ -33,6 +33,8 @@ _CONTINUATION: Final = b"\xff\xff\xff\xff"
 _END_OF_STREAM: Final = _CONTINUATION + b"\0\0\0\0"
 _PREFIX_BYTES: Final = 8  # the continuation marker and the length of the header
 _HEADER_LIMIT_BYTES: Final = 1 << 20  # our widest header is 4 KiB: beyond this a length is damage
+# A continuation marker with a length that can be one: the bytes of a bad disk are often all ones.
+_CANDIDATE: Final = re.compile(rb"\xff{4}(?=[\x00-\xff]{2}[\x00-\x10]\x00)")
 _CHECK: Final = re.compile(rb"seq=(\d{20})-(\d{20}) bytes=(\d{12}) crc32=([0-9a-f]{8})")
 # One thread: the trainer's cores are not ours, and a flush is small.
 _COMPRESSED: Final = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
@@ -346,7 +348,7 @@ def _verify(data: bytes, position: int) -> _Message | None:
     """Return the message at a position if it is all there and every byte of it is as it was written."""
     header_bytes = _header_bytes(data, position)
     if header_bytes is None:
-        if data[position:] == _END_OF_STREAM:
+        if len(data) - position == len(_END_OF_STREAM) and data.endswith(_END_OF_STREAM):
             return _Message(position, len(data), 0, 0)
         return None
     body = position + _PREFIX_BYTES + header_bytes
@@ -364,13 +366,14 @@ def _verify(data: bytes, position: int) -> _Message | None:
 
 def _intact_messages(data: bytes, position: int) -> Iterator[_Message]:
     """Yield every intact message; after a damaged one the next continuation marker that starts an intact one counts."""
-    while 0 <= position < len(data):
+    while position < len(data):
         message = _verify(data, position)
         if message is not None:
             yield message
             position = message.end_byte
         else:
-            position = data.find(_CONTINUATION, position + 1)
+            candidate = _CANDIDATE.search(data, position + 1)
+            position = candidate.start() if candidate else len(data)
 
 
 def _is_incomplete(data: bytes, position: int) -> bool:
