@@ -6,6 +6,7 @@ import datetime as dt
 import errno
 import json
 import os
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmtrack.writer.format import HEARTBEAT, PART_FILE, RUN_FOLDER, SCHEMAS, SEGMENT_FOLDER
+from llmtrack.writer.seal import CHECK_KEY
 
 # What a file system says of a path that was there a moment ago; ESTALE is NFS.
 VANISHED: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
@@ -21,6 +23,8 @@ VANISHED: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
 _PARQUET_MAGIC: Final = b"PAR1"
 _PARQUET_TAIL_BYTES: Final = 8  # the length of the footer, and the magic number
 _PARQUET_LEAST_BYTES: Final = 12
+# How Thrift writes the key in the footer and, behind it, the eight characters of the value.
+_CHECK: Final = CHECK_KEY.encode() + b"\x18\x08"
 
 
 @dataclass(frozen=True)
@@ -104,14 +108,47 @@ def parquet_fault(path: str) -> str:
     try:
         with Path(path).open("rb", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
-            if size < _PARQUET_LEAST_BYTES:
-                return "is too short for a Parquet file"
-            file.seek(size - _PARQUET_TAIL_BYTES)
-            tail = file.read(_PARQUET_TAIL_BYTES)
+            file.seek(max(0, size - _PARQUET_TAIL_BYTES))
+            return _tail_fault(file.read(_PARQUET_TAIL_BYTES), size)
     except OSError as error:
         return os.strerror(error.errno or 0)
-    footer_bytes = int.from_bytes(tail[:4], "little")
-    if tail[4:] != _PARQUET_MAGIC or footer_bytes > size - _PARQUET_LEAST_BYTES:
+
+
+def sealed_fault(path: str) -> str:
+    """Return what is wrong with a sealed part, from the checksum over all its bytes; nothing when it is intact.
+
+    DuckDB does not look at the checksums of pages: it takes a changed byte for a value.
+    """
+    try:
+        data = memoryview(Path(path).read_bytes())
+    except OSError as error:
+        return os.strerror(error.errno or 0)
+    if fault := _tail_fault(bytes(data[-_PARQUET_TAIL_BYTES:]), len(data)):
+        return fault
+    footer_begin = len(data) - _PARQUET_TAIL_BYTES - int.from_bytes(data[-8:-4], "little")
+    at = bytes(data[footer_begin:]).rfind(_CHECK)
+    if at < 0:
+        return ""  # Parquet that another program wrote says nothing of the kind
+    digits = footer_begin + at + len(_CHECK)
+    crc = zlib.crc32(b"00000000", zlib.crc32(data[:digits]))
+    crc = zlib.crc32(data[digits + 8 :], crc)
+    return "" if f"{crc:08x}".encode() == data[digits : digits + 8] else "fails its checksum"
+
+
+def evals_fault(path: str) -> str:
+    """Return why a file of evals cannot be read, from the checksums of its pages; nothing when it can."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            file.read(use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def _tail_fault(tail: bytes, size: int) -> str:
+    if size < _PARQUET_LEAST_BYTES:
+        return "is too short for a Parquet file"
+    if tail[4:] != _PARQUET_MAGIC or int.from_bytes(tail[:4], "little") > size - _PARQUET_LEAST_BYTES:
         return "has no Parquet footer at its end"
     return ""
 

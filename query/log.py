@@ -29,11 +29,13 @@ from .files import (
     VANISHED,
     Listing,
     Reached,
+    evals_fault,
     list_names,
     list_segment,
     owner_of,
     parquet_fault,
     read_heartbeat,
+    sealed_fault,
     sealed_first_seq,
     sealed_reached,
     size_of,
@@ -83,7 +85,7 @@ class _Segment:
     folder: str
     ended: bool = False
     open: dict[tuple[str, int], _Progress] = field(default_factory=dict)
-    sealed: dict[int, bool] = field(default_factory=dict)  # part: whether it can be opened
+    sealed: dict[int, bool] = field(default_factory=dict)  # part: whether it is to be read
     heartbeat: Reached | None = None
     reached: Reached | None = None  # by its points
     reached_part: int = 0  # the sealed part that was asked last
@@ -135,12 +137,13 @@ class Log:
 
     Args:
         root: The folder that holds ``run_id=…`` folders. Everything else in it is ignored.
+        check: Read every Parquet file once, whole, and compare its checksums; otherwise only its end is looked at.
 
     Raises:
         UsageError: There is no such folder, or it is the folder of a run.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, check: bool = False) -> None:
         if not root.is_dir():
             raise UsageError(
                 f"there is no folder {root}",
@@ -149,8 +152,9 @@ class Log:
         if RUN_FOLDER.fullmatch(root.name) and any(SEGMENT_FOLDER.fullmatch(name) for name in list_names(str(root))):
             raise UsageError(f"{root} is the folder of a run, not a root", hint=f"give {root.parent}")
         self.root = root
+        self._check = check
         self._runs: dict[str, dict[int, _Segment]] = {}
-        self._evals: dict[str, bool] = {}  # path: whether it can be opened
+        self._evals: dict[str, bool] = {}  # path: whether it is to be read
         self._damages: dict[str, tuple[Damage, ...]] = {}  # in what could be read
         self._faults: dict[str, Damage] = {}  # what could not be, so far
         self._set_aside: set[str] = set()
@@ -166,18 +170,18 @@ class Log:
         return [segment.key for segment in self._segments()]
 
     def sealed_parts(self, *, places: bool = False) -> list[str]:
-        """Return the paths of the sealed parts that can be opened; with `places` of segments that others start from."""
+        """Return the paths of the sealed parts that can be read; with `places` of segments that others start from."""
         return [
             segment.sealed_path(part)
             for segment in self._segments()
             if not places or segment.key in self._places
-            for part, can_be_opened in sorted(segment.sealed.items())
-            if can_be_opened
+            for part, is_sound in sorted(segment.sealed.items())
+            if is_sound
         ]
 
     def eval_files(self) -> list[str]:
-        """Return the paths of the files of evals that can be opened."""
-        return sorted(path for path, can_be_opened in self._evals.items() if can_be_opened)
+        """Return the paths of the files of evals that can be read."""
+        return sorted(path for path, is_sound in self._evals.items() if is_sound)
 
     def reached(self) -> list[tuple[str, int, Reached]]:
         """Return how far each segment without an end record is known to have come."""
@@ -266,7 +270,7 @@ class Log:
         for name in list_names(folder):
             path = f"{folder}/{name}"
             if name.endswith(SEALED_SUFFIX) and not self._evals.get(path):
-                self._evals[path] = self._can_be_opened(path)
+                self._evals[path] = self._is_sound(path, evals_fault if self._check else parquet_fault)
 
     def _list_run(self, run_id: str, news: News) -> Iterator[tuple[_Segment, Listing]]:
         """Yield the segments in which something may have changed, and their files."""
@@ -292,7 +296,8 @@ class Log:
         listing = list_segment(segment.folder)
         for part in sorted(listing.sealed):
             if not segment.sealed.get(part):  # a copy that is under way may be whole the next time
-                segment.sealed[part] = self._can_be_opened(segment.sealed_path(part))
+                fault = sealed_fault if self._check else parquet_fault
+                segment.sealed[part] = self._is_sound(segment.sealed_path(part), fault)
             if segment.sealed[part]:  # it is complete, whatever else lies there
                 listing.open.pop(("metrics", part), None)
                 read_earlier = segment.open.pop(("metrics", part), None)
@@ -300,10 +305,11 @@ class Log:
                     news.taken_back.append((*segment.key, part, 0))
         return listing
 
-    def _can_be_opened(self, path: str) -> bool:
+    def _is_sound(self, path: str, fault_of: Callable[[str], str]) -> bool:
+        """Return whether a Parquet file is to be read, and count it as damaged otherwise."""
         if path in self._set_aside:
             return False
-        if fault := parquet_fault(path):
+        if fault := fault_of(path):
             self._faults[path] = Damage(Path(path), 0, size_of(path), fault)
         else:
             self._faults.pop(path, None)
@@ -363,7 +369,7 @@ class Log:
                 found = self._read_points(segment, listing, news) if needed else []
             except FileNotFoundError:
                 continue
-            last = max((part for part, can_be_opened in segment.sealed.items() if can_be_opened), default=0)
+            last = max((part for part, is_sound in segment.sealed.items() if is_sound), default=0)
             if last > segment.reached_part and not segment.ended:
                 segment.reached_part = last
                 segment.reach(sealed_reached(segment.sealed_path(last)))
@@ -389,7 +395,7 @@ class Log:
         found: list[_Found] = []
         before_seq: int | None = None  # rows from here on stand in a later part too
         oldest = min(parts, default=0)
-        later_sealed = {part for part, can_be_opened in segment.sealed.items() if can_be_opened and part > oldest > 0}
+        later_sealed = {part for part, is_sound in segment.sealed.items() if is_sound and part > oldest > 0}
         for part in sorted({*parts, *later_sealed}, reverse=True):
             if part in later_sealed:
                 before_seq = _lower(before_seq, segment.sealed_first_seq(part))

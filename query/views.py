@@ -62,6 +62,7 @@ def connect(
     *,
     runs: Collection[str] | None = None,
     points: bool = True,
+    check: bool = True,
     stalled_after_s: float | None = None,
     lost_after_s: float | None = None,
 ) -> duckdb.DuckDBPyConnection:
@@ -71,6 +72,8 @@ def connect(
         root: The folder that holds the runs.
         runs: See only these runs and the runs they were forked from; None: all. What others have on disk is not read.
         points: False leaves out all points (`metrics`, `live`, `history`), for a quick look at the runs.
+        check: Read each sealed part whole, the first time it is seen, and compare its checksum: DuckDB looks at none,
+            and takes a changed byte for a value. A second for each gigabyte; False leaves that to `llmtrack verify`.
         stalled_after_s: Silence after which a running run counts as stalled; None: `LLMTRACK_STALLED_AFTER`, or 900.
         lost_after_s: Silence after which it counts as lost; None: `LLMTRACK_LOST_AFTER`, or 86,400.
 
@@ -79,7 +82,7 @@ def connect(
     """
     stalled_s = _seconds("LLMTRACK_STALLED_AFTER", STALLED_AFTER_S) if stalled_after_s is None else stalled_after_s
     lost_s = _seconds("LLMTRACK_LOST_AFTER", LOST_AFTER_S) if lost_after_s is None else lost_after_s
-    log = Log(Path(os.path.abspath(root)))
+    log = Log(Path(os.path.abspath(root)), check=check and points)
     con = duckdb.connect(config=_CONFIG)
     # Not in the current folder, which may be the root: made only when memory runs out.
     spill = Path(tempfile.gettempdir()) / f"llmtrack-{os.getpid()}"

@@ -1,0 +1,232 @@
+"""Commands to look at a root: ``llmtrack ls``, ``show``, ``sql`` and ``plot``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from llmtrack.writer.errors import UsageError
+
+from . import layout
+from .console import EXIT_DAMAGED, EXIT_OK, say, to_json
+from .select import select_run, select_runs
+
+if TYPE_CHECKING:
+    import duckdb
+
+_SHOWN_DAMAGES: Final = 10
+_STATUS_STYLES: Final = {
+    "running": "green",
+    "stalled": "yellow",
+    "lost": "red",
+    "failed": "red",
+    "preempted": "yellow",
+}
+_SUFFIXES: Final = (".parquet", ".csv", ".json")
+
+root_option: Final = click.option(
+    "--root",
+    type=click.Path(path_type=Path),
+    default=".",
+    envvar="LLMTRACK_DIR",
+    show_default="the current folder",
+    show_envvar=True,
+    help="The folder that holds the runs.",
+)
+json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print an array of rows.")
+
+
+def example(*lines: str) -> str:
+    """Return the end of a help page; the first character keeps click from filling the lines."""
+    return "\n".join(("\b", "Example:" if len(lines) == 1 else "Examples:", *(f"  {line}" for line in lines)))
+
+
+@click.command("ls", epilog=example("llmtrack ls --root /shared/runs", "llmtrack ls 'pretrain-7b-*' --json"))
+@click.argument("names", nargs=-1, metavar="[RUN]...")
+@root_option
+@json_option
+def ls(*, names: Sequence[str], root: Path, as_json: bool) -> int:
+    """List the runs of a root, the latest first.
+
+    RUN is an id, the beginning of one, or a glob. Looks at records, not at points: `llmtrack verify` checks every byte.
+    Exit status 4 when a record, or the end of a sealed part, cannot be read.
+    """
+    from .runs import list_runs
+    from .views import connect
+
+    with connect(root, points=False) as con:
+        rows = list_runs(con)
+        wanted = select_runs([row["run_id"] for row in rows], names) if names else None
+        rows = [row for row in rows if wanted is None or row["run_id"] in wanted]
+        if as_json:
+            click.echo(to_json(rows))
+        elif not rows:
+            say(f"there are no runs in {root}")
+        else:
+            _print_runs(rows)
+        return report_damages(con, wanted)
+
+
+@click.command("show", epilog=example("llmtrack show pretrain-7b", "llmtrack show pretrain-7b --json"))
+@click.argument("name", metavar="RUN")
+@root_option
+@json_option
+def show(*, name: str, root: Path, as_json: bool) -> int:
+    """Show one run as a tree: its segments, what they left behind, forks, gaps and damage.
+
+    RUN is an id or the beginning of one. Exit status 4 when something of the run cannot be read.
+    """
+    from .log import Log
+    from .runs import describe_run
+    from .tree import run_tree
+    from .views import connect
+
+    run_id = select_run(Log(root).run_ids(), name)
+    with connect(root, runs=[run_id]) as con, connect(root, points=False) as all_runs:
+        run = describe_run(con, all_runs, run_id)
+        if as_json:
+            click.echo(to_json(run.segments))
+        else:
+            layout.show(run_tree(run))
+        return report_damages(con, [run_id])
+
+
+@click.command(
+    "sql",
+    epilog=example(
+        "llmtrack sql \"FROM live WHERE name = 'train/loss' ORDER BY tokens DESC LIMIT 1\"",
+        "llmtrack sql \"FROM series('pretrain-7b', 'train/loss')\" -o loss.parquet",
+        "llmtrack sql - --format csv < query.sql",
+    ),
+)
+@click.argument("query")
+@root_option
+@click.option("--run", "names", multiple=True, metavar="RUN", help="Read only these runs, and those they came from.")
+@click.option("--format", "kind", type=click.Choice(layout.FORMATS), default="table", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="As --format json.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="x.parquet, x.csv or x.json.")
+def sql(*, query: str, root: Path, names: Sequence[str], kind: str, as_json: bool, output: Path | None) -> int:
+    """Run one SQL statement over the views of a root, and print its rows.
+
+    The views: runs, segments, metrics, live, history, checkpoints, alerts, batches, evals, gaps, goodput, damages; and
+    the macro series(run, metric). QUERY may be `-`, for the standard input. Exit status 4 when something in the root
+    cannot be read: the answer is then without it.
+    """
+    from .ask import ask
+    from .log import Log
+    from .views import connect
+
+    if output is not None and output.suffix not in _SUFFIXES:
+        raise UsageError(f"cannot tell the format of {output}", hint=f"end its name with {', '.join(_SUFFIXES)}")
+    text = sys.stdin.read() if query == "-" else query
+    runs = select_runs(Log(root).run_ids(), names) if names else None
+    with connect(root, runs=runs) as con:
+        answer = ask(con, text)
+        if output is not None:
+            answer.write(output)
+        elif answer.columns:
+            layout.print_rows(answer.columns, answer.rows(), "json" if as_json else kind)
+        return report_damages(con)
+
+
+@click.command(
+    "plot",
+    epilog=example("llmtrack plot pretrain-7b train/loss", "llmtrack plot pretrain-7b train/loss train/lr --x step"),
+)
+@click.argument("name", metavar="RUN")
+@click.argument("metrics", nargs=-1, required=True, metavar="METRIC...")
+@root_option
+@click.option("--x", "axis", type=click.Choice(("tokens", "step", "time")), default="tokens", show_default=True)
+@click.option("--log-y", is_flag=True, help="A logarithmic axis for the values.")
+@click.option("--width", type=click.IntRange(40), metavar="COLUMNS", help="Of the picture; as the terminal has.")
+@click.option("--height", type=click.IntRange(10), metavar="ROWS", help="Of each picture.")
+@json_option
+def plot(
+    *,
+    name: str,
+    metrics: Sequence[str],
+    root: Path,
+    axis: str,
+    log_y: bool,
+    width: int | None,
+    height: int | None,
+    as_json: bool,
+) -> int:
+    """Draw metrics of one run in the terminal, with what restarts left behind.
+
+    The run's curve is drawn with those of the runs it was forked from; what was superseded is pale, and marked in the
+    legend. Vertical lines show where segments start.
+    """
+    from . import plot as picture
+    from .log import Log
+    from .views import connect
+
+    run_id = select_run(Log(root).run_ids(), name)
+    with connect(root, runs=[run_id]) as con:
+        curves = picture.read_curves(con, run_id, metrics)
+        if as_json:
+            click.echo(to_json(row for curve in curves for row in curve.rows()))
+        else:
+            columns, lines = layout.screen()
+            size = {"width": width or columns, "height": height or max(12, min(lines - 4, 30))}
+            for curve in curves:
+                click.echo(picture.draw(curve, axis=axis, log_y=log_y, colours=_has_colours(), **size))
+        return report_damages(con, [run_id])
+
+
+COMMANDS: Final[tuple[click.Command, ...]] = (ls, show, sql, plot)
+
+
+def report_damages(con: duckdb.DuckDBPyConnection, runs: Sequence[str] | None = None) -> int:
+    """Say on stderr what could not be read, of some runs or of all, and return the exit status."""
+    found = con.execute(
+        "SELECT run_id, path, first_byte, end_byte, reason FROM damages ORDER BY path, first_byte"
+    ).fetchall()
+    found = [row for row in found if runs is None or row[0] in runs]
+    for _, path, first_byte, end_byte, reason in found[:_SHOWN_DAMAGES]:
+        say(f"damaged: {path}: bytes {first_byte} to {end_byte}: {reason}")
+    if len(found) > _SHOWN_DAMAGES:
+        say(f"damaged: {len(found) - _SHOWN_DAMAGES} more; llmtrack verify lists all")
+    return EXIT_DAMAGED if found else EXIT_OK
+
+
+def _print_runs(rows: Sequence[dict[str, Any]]) -> None:
+    optional: dict[str, Callable[[dict[str, Any]], str]] = {
+        "NAME": lambda row: row["run_name"] or "",
+        "PROJECT": lambda row: row["project"] or "",
+        "FORKED FROM": lambda row: (
+            f"{row['parent_run']} at {layout.tokens(row['fork_tokens'])}"
+            + (f" ({row['fork_reason']})" if row["fork_reason"] else "")
+            if row["parent_run"]
+            else ""
+        ),
+        "ALERTS": lambda row: str(row["alerts"] or ""),
+        "POINTS LOST": lambda row: str(row["points_lost"] or ""),
+        "DAMAGED": lambda row: str(row["damages"] or ""),
+    }
+    extra = {name: text for name, text in optional.items() if any(text(row) for row in rows)}
+    layout.print_table(
+        ["RUN", "STATUS", "TOKENS", "STEP", "SEGMENTS", "LAST (UTC)", *extra],
+        [
+            [
+                row["run_id"],
+                row["status"],
+                layout.tokens(row["tokens"]),
+                layout.cell(row["step"]),
+                str(row["segments"]),
+                layout.moment(row["last_time"]),
+                *(text(row) for text in extra.values()),
+            ]
+            for row in rows
+        ],
+        styles=_STATUS_STYLES,
+    )
+
+
+def _has_colours() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -1,0 +1,161 @@
+"""How rows look to a person: aligned columns, short numbers, times in UTC; and the other formats of `llmtrack sql`."""
+
+from __future__ import annotations
+
+import csv
+import datetime as dt
+import io
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from .console import plain, to_json
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+FORMATS: Final = ("table", "csv", "json", "markdown")
+
+_UNITS: Final = ((10**15, "P"), (10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
+_UNBOUNDED: Final = 10_000  # columns: what goes into a file or a pipe is not cut to the width of a screen
+_MINUTE_S: Final = 60
+_HOUR_S: Final = 3600
+_DAY_S: Final = 86_400
+
+
+def tokens(count: int | None) -> str:
+    """Return a number of tokens in three or four digits and a unit."""
+    if count is None:
+        return ""
+    for size, unit in _UNITS:
+        if abs(count) >= size:
+            return f"{count / size:.4g}{unit}"
+    return str(count)
+
+
+def moment(time: dt.datetime | None) -> str:
+    """Return a time in UTC, to the minute."""
+    return "" if time is None else time.astimezone(dt.UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def span(seconds: float | None) -> str:
+    """Return a length of time in its two largest units."""
+    if seconds is None:
+        return ""
+    if seconds < _MINUTE_S:
+        return f"{seconds:.0f} s"
+    if seconds < _HOUR_S:
+        return f"{seconds / _MINUTE_S:.0f} min"
+    if seconds < _DAY_S:
+        return f"{int(seconds // _HOUR_S)} h {int(seconds % _HOUR_S // _MINUTE_S)} min"
+    return f"{int(seconds // _DAY_S)} d {int(seconds % _DAY_S // _HOUR_S)} h"
+
+
+def cell(value: Any) -> str:
+    """Return a value as it stands in a table of any query."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "true" if value else "false"
+        case float():
+            return repr(value)
+        case dt.datetime():
+            return str(plain(value))
+        case dict() | list() | tuple():
+            return json.dumps(plain(value), ensure_ascii=False)
+        case _:
+            return str(value)
+
+
+def print_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]], kind: str) -> None:
+    """Print the rows of a query to stdout, in one of `FORMATS`."""
+    if kind == "json":
+        sys.stdout.write(to_json(dict(zip(columns, row, strict=True)) for row in rows) + "\n")
+        return
+    if kind == "csv":
+        for line in _csv_lines(columns, rows):
+            sys.stdout.write(line)
+        return
+    if kind == "markdown":
+        sys.stdout.write(_markdown_line(columns) + _markdown_line(["---"] * len(columns)))
+        for row in rows:
+            sys.stdout.write(_markdown_line([cell(value) for value in row]))
+        return
+    print_table(columns, [[cell(value) for value in row] for row in rows])
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    styles: Mapping[str, str] | None = None,
+) -> None:
+    """Print aligned columns to stdout; numbers stand to the right.
+
+    Args:
+        columns: Their heads.
+        rows: Texts, as long as the columns each.
+        styles: For whole cells, by their text, e.g. ``{"failed": "red"}``.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    for index, name in enumerate(columns):
+        texts = [row[index] for row in rows if row[index]]
+        is_number = bool(texts) and all(_is_number(text) for text in texts)
+        table.add_column(Text(name), justify="right" if is_number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(text, style=(styles or {}).get(text, "")) for text in row))
+    show(table)
+
+
+def show(*parts: RenderableType) -> None:
+    """Print to stdout what rich can lay out; colours only on a terminal, nothing cut anywhere else."""
+    console = terminal()
+    for part in parts:
+        console.print(part)
+
+
+def terminal() -> Console:
+    """Return a console on stdout as it is now."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else _UNBOUNDED
+    return Console(
+        file=sys.stdout, width=width, soft_wrap=width is not None, highlight=False, markup=False, emoji=False
+    )
+
+
+def screen() -> tuple[int, int]:
+    """Return columns and rows of the terminal, or of one that is good to read where there is none."""
+    size = shutil.get_terminal_size((100, 30))
+    return size.columns, size.lines
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text.rstrip("".join(unit for _, unit in _UNITS)))
+    except ValueError:
+        return False
+    return True
+
+
+def _csv_lines(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
+    line = io.StringIO()
+    writer = csv.writer(line, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([cell(value) for value in row])
+        yield line.getvalue()
+        line.seek(0)
+        line.truncate()
+    yield line.getvalue()
+
+
+def _markdown_line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in cells) + " |\n"
