@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from .errors import UsageError
 
@@ -63,7 +63,7 @@ def take_value(name: str, value: object) -> float | PendingValue:
             raise UsageError(
                 f"metric {name!r} is a tensor of shape {tuple(value.shape)}", hint="log one number: reduce it first"
             )
-        return float(value.detach()) if value.device.type == "cpu" else DeviceValue(value)
+        return float(value.detach()) if value.device.type == "cpu" else DeviceValue(cast("Tensor", value))
     if not isinstance(value, str | bytes | complex):
         try:
             return float(value)  # type: ignore[arg-type]  # what has no float() is refused below

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np  # noqa: F401  # imported once, not in each fork: rows may hold NumPy scalars
 
 import llmtrack
+from llmtrack.writer.run import RecordingRun
 from llmtrack.writer.seal import seal_segment
 from llmtrack.writer.settings import Settings
 
@@ -63,8 +64,10 @@ class Trainer:
 
     def open(self, root: str, settings: Mapping[str, Any], **given: Any) -> dict[str, Any]:
         """Open the run, and say what it is."""
-        self.run = llmtrack.open_run(root, settings=Settings(**settings), **given)
-        return {"run_id": self.run.run_id, "segment": self.run.segment, "folder": str(self.run.folder)}
+        run = llmtrack.open_run(root, settings=Settings(**settings), **given)
+        assert isinstance(run, RecordingRun)
+        self.run = run
+        return {"run_id": run.run_id, "segment": run.segment, "folder": str(run.folder)}
 
     def log(self, rows: int, metrics: int = 3, pause_s: float = 0.0) -> float:
         """Log rows of the next steps, and return the seconds that the slowest call took."""

@@ -119,8 +119,9 @@ def test_a_metric_that_can_never_be_stored_does_not_fill_the_log_with_gaps(
 ) -> None:
     """It comes with every row, and its gap with every fsync at most."""
     log = open_log(fsync_interval_s=60.0)
+    with_a_bad_name: Any = {"good": 1.0, 7: 1.0}
     for step in range(1, 501):
-        log.buffer.put(step, step, {"good": 1.0, 7: 1.0})  # type: ignore[dict-item]  # on purpose
+        log.buffer.put(step, step, with_a_bad_name)
         if step % 50 == 0:
             log.drain.wake()
     segment = log.end()
@@ -132,8 +133,9 @@ def test_a_metric_that_can_never_be_stored_does_not_fill_the_log_with_gaps(
 def test_tokens_never_go_backwards_in_the_log(open_log: Callable[..., Log], caplog: pytest.LogCaptureFixture) -> None:
     """The count of dropped points stands where the log has come to, not where the first of them was."""
     log = open_log(fsync_interval_s=0.001)
+    bad: Any = {7: 1.0}
     for step in range(1, 201):
-        log.buffer.put(step, step, {"good": 1.0} if step % 3 else {7: 1.0})  # type: ignore[dict-item]  # on purpose
+        log.buffer.put(step, step, {"good": 1.0} if step % 3 else bad)
         log.drain.wake()
     points = log.end()["metrics"]
     assert [point["tokens"] for point in points] == sorted(point["tokens"] for point in points)

@@ -31,7 +31,7 @@ def open_run(tmp_path: Path) -> Iterator[Callable[..., RecordingRun]]:
     runs: list[RecordingRun] = []
 
     def open_(**given: Any) -> RecordingRun:
-        run = llmtrack.open_run(tmp_path / "root", **{"settings": Settings(**TINY), **given})
+        run = llmtrack.open_run(tmp_path / "root", settings=Settings(**TINY), **given)
         assert isinstance(run, RecordingRun)
         runs.append(run)
         return run
