@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
 import re
@@ -30,6 +31,7 @@ _ENTRIES: Final = ("runs", "checkpoints", "sync-state", "mlflow.db")
 _PROGRESS: Final = re.compile(r"step +(\d+)  tokens")
 _PLAIN_EVERY_STEPS: Final = 25  # between two lines of progress where there is no terminal to draw on
 _SYNC_TIMEOUT_S: Final = 120.0
+_PICTURE_ROWS: Final = 17
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def demo(*, folder: Path, keep: bool, seed: int | None) -> None:
     Takes about a minute on two cores, and no network: text and database are local.
     """
     began = time.monotonic()
+    if missing := [name for name in ("torch", "mlflow") if importlib.util.find_spec(name) is None]:
+        raise UsageError(f"the demo needs {' and '.join(missing)}", hint="pip install 'llmtrack-log[demo]'")
     seed = random.SystemRandom().randrange(10_000) if seed is None else seed
     place = Place(_prepare(folder, keep=keep))
     run_id = _free_run_id(place.root)
@@ -227,10 +231,26 @@ def _sync(place: Place) -> int:
 
 
 def _show(place: Place, run_id: str) -> None:
+    """Print what `llmtrack show` and `llmtrack plot` do: the run as a tree, and its loss, by tokens and by time."""
     from llmtrack import query
+    from llmtrack.query import layout, plot
+    from llmtrack.query.runs import describe_run
+    from llmtrack.query.tree import run_tree
 
     with contextlib.closing(query.connect(place.root)) as log:
-        click.echo(_repeated(log, run_id))
+        layout.show(run_tree(describe_run(log, log, run_id)))
+        (loss,) = plot.read_curves(log, run_id, ["train/loss"])
+        columns, _ = layout.screen()
+        for axis in ("tokens", "time"):
+            click.echo()
+            click.echo(
+                plot.draw(loss, axis=axis, width=min(columns, 100), height=_PICTURE_ROWS, colours=_has_colours())
+            )
+        click.echo(f"\n{_repeated(log, run_id)}")
+
+
+def _has_colours() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _repeated(log: duckdb.DuckDBPyConnection, run_id: str) -> str:
@@ -244,8 +264,10 @@ def _repeated(log: duckdb.DuckDBPyConnection, run_id: str) -> str:
         [run_id],
     ).fetchone() or (0, 0, None)
     if twice == equal:
-        return f"{twice} values of train/* were logged twice, before the kill and after it: equal to the last bit."
-    return f"{twice} values of train/* were logged twice: {equal} are equal, the largest difference is {largest:.3g}."
+        return f"The steps that were taken twice gave {twice} values of train/* twice, equal to the last bit."
+    return (
+        f"Of {twice} values of train/* that were logged twice {equal} are equal; others differ by up to {largest:.3g}."
+    )
 
 
 def _say_commands(place: Place, run_id: str) -> None:

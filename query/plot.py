@@ -126,7 +126,7 @@ def draw(
     lines = [canvas.painted(title, "title"), _border_numbers(canvas, scale, curve.starts, axis, margin)]
     at_row = {round((1 - part / (_Y_LABELS - 1)) * (canvas.height - 1)): labels[part] for part in range(_Y_LABELS)}
     lines += [f"{at_row.get(index, ''):>{margin}}┤{row}" for index, row in enumerate(picture)]
-    lines += [" " * margin + "└" + "─" * canvas.width, " " * (margin + 1) + scale.x_labels(canvas.width)]
+    lines += [" " * margin + "└" + _base(canvas, scale, rows, axis), " " * (margin + 1) + scale.x_labels(canvas.width)]
     lines.append(" " * (margin + 1) + _legend(canvas, rows, drawn, axis))
     return "\n".join(line.rstrip() for line in lines)
 
@@ -209,6 +209,20 @@ def _draw_borders(canvas: Canvas, scale: _Scale, starts: Iterable[dict[str, Any]
             canvas.character(x, y, "┊", "border")
 
 
+def _base(canvas: Canvas, scale: _Scale, rows: Iterable[dict[str, Any]], axis: str) -> str:
+    """Return the axis, shaded where something was superseded: a run that resumed exactly draws over what it left."""
+    stretches: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        if row["superseded_by"] is not None:
+            stretch = row["source_run"], row["segment"], row["superseded_by"]
+            stretches.setdefault(stretch, []).append(scale.x(_number(row[axis])))
+    line = ["─"] * canvas.width
+    for places in stretches.values():
+        first, last = (round(x * (canvas.width * COLUMNS - 1)) // COLUMNS for x in (min(places), max(places)))
+        line[first : last + 1] = [canvas.painted("▒", "superseded")] * (last + 1 - first)
+    return "".join(line)
+
+
 def _border_numbers(canvas: Canvas, scale: _Scale, starts: Iterable[dict[str, Any]], axis: str, margin: int) -> str:
     """Return the line above the picture, with the numbers of the segments where there is room for them."""
     line = ""
@@ -227,7 +241,7 @@ def _legend(canvas: Canvas, rows: Sequence[dict[str, Any]], drawn: Sequence[dict
     parts = [canvas.painted("━━", "line") + " current"]
     superseded = sum(row["superseded_by"] is not None for row in rows)
     if superseded:
-        parts.append(canvas.painted("··", "superseded") + f" superseded ({superseded:,} points)")
+        parts.append(canvas.painted("··▒", "superseded") + f" superseded ({superseded:,} points)")
     parts.append(canvas.painted("┊", "border") + " start of a segment")
     odd = [row for row in rows if not math.isfinite(row["value"])]
     if odd:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import shlex
 import sys
@@ -74,3 +75,21 @@ def test_a_program_is_called_by_name_only_where_the_shell_finds_that_one(
         assert demo._program("mlflow") == "mlflow"
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{beside.parent}")
     assert Path(shlex.split(demo._program("mlflow"))[0]).absolute() == beside.absolute()
+
+
+def test_what_was_superseded_is_seen_in_the_picture_of_a_run_that_resumed_exactly() -> None:
+    """The same values were logged again, so the curve covers them: the axis is shaded where they lie."""
+    plot = pytest.importorskip("llmtrack.query.plot")
+    time = dt.datetime(2025, 1, 2, tzinfo=dt.UTC)
+    points = [
+        ("run", "run", segment, tokens, time, tokens, tokens, "train/loss", 1.0 / tokens, superseded_by, True)
+        for segment, first, last, superseded_by in ((1, 1, 4, None), (1, 5, 7, 2), (2, 5, 10, None))
+        for tokens in range(first, last + 1)
+    ]
+    curve = plot.Curve("run", "train/loss", points, [{"segment": 2, "tokens": 4, "step": 4, "time": time}])
+    (axis,) = [line for line in plot.draw(curve, width=100).splitlines() if "└" in line]
+    shaded = [index for index, character in enumerate(axis.partition("└")[2]) if character == "▒"]
+    columns = len(axis.partition("└")[2])
+    assert shaded == list(range(shaded[0], shaded[-1] + 1))
+    assert shaded[0] == pytest.approx((5 - 1) / 9 * columns, abs=1)
+    assert shaded[-1] == pytest.approx((7 - 1) / 9 * columns, abs=1)
