@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _MARKER: Final = ".llmtrack-demo"  # says that the entries below are ours to delete
 _ENTRIES: Final = ("runs", "checkpoints", "sync-state", "mlflow.db")
 _PROGRESS: Final = re.compile(r"step +(\d+)  tokens")
+_CHECKPOINT_EVERY_STEPS: Final = 120
+_FURTHER_STEPS: Final = (40, 80)  # well past one checkpoint, and well before the next even where steps are fast
 _PLAIN_EVERY_STEPS: Final = 25  # between two lines of progress where there is no terminal to draw on
 _SYNC_TIMEOUT_S: Final = 120.0
 _PICTURE_ROWS: Final = 17
@@ -126,13 +128,14 @@ def _free_run_id(root: Path) -> str:
 
 
 def _arguments(place: Place, run_id: str) -> list[str]:
-    return ["--root", str(place.root), "--checkpoint-dir", str(place.folder / "checkpoints" / run_id)]
+    folders = ["--root", str(place.root), "--checkpoint-dir", str(place.folder / "checkpoints" / run_id)]
+    return [*folders, "--checkpoint-every", str(_CHECKPOINT_EVERY_STEPS)]
 
 
 def _train_and_kill(place: Place, run_id: str, seed: int) -> None:
     """Train until a random number of steps beyond a random checkpoint is on disk, then kill all of it."""
     choose = random.Random(seed)  # noqa: S311 - a moment, not a secret
-    after_checkpoint, further_steps = choose.randint(1, 2), choose.randint(20, 60)
+    after_checkpoint, further_steps = choose.randint(1, 2), choose.randint(*_FURTHER_STEPS)
     click.echo(
         f"To be killed {further_steps} steps after its checkpoint number {after_checkpoint} or later (seed {seed}).\n"
     )
