@@ -8,9 +8,11 @@ from time import time_ns
 from typing import Final, Literal
 
 from .flag import Flag
+from .pending import PendingRow
 
 # One row of one `log` call: time in ns since the epoch, step, tokens, {name: value}. A tuple: the cheapest to make.
 Row = tuple[int, int, int, dict[str, float]]
+LateRow = tuple[int, int, int, PendingRow]
 
 Exit = Literal["finished", "preempted", "failed", "abandoned"]
 
@@ -60,7 +62,7 @@ class Gap:
     errno: int | None
 
 
-Item = Row | Record | Barrier | End | Gap
+Item = Row | LateRow | Record | Barrier | End | Gap
 
 
 class Buffer:
@@ -91,7 +93,7 @@ class Buffer:
         self.easy_points = limit_points // 4
         self.errno: int | None = None
 
-    def put(self, step: int, tokens: int, values: dict[str, float]) -> None:
+    def put(self, step: int, tokens: int, values: dict[str, float] | PendingRow) -> None:
         """Append a row, or count it as dropped when it does not fit."""
         points = self.put_points + len(values)
         if points > self.allowed_points:
@@ -99,7 +101,7 @@ class Buffer:
             return
         self.close_gap()
         self.put_points = points
-        self.items.append((time_ns(), step, tokens, values))
+        self.items.append((time_ns(), step, tokens, values))  # type: ignore[arg-type]  # one kind of row or the other
 
     def put_item(self, item: Record | Barrier | End) -> None:
         """Append a record or a barrier, whatever waits before it."""

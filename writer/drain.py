@@ -9,6 +9,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,21 +21,23 @@ from typing import Final
 import pyarrow as pa
 
 from .appender import Appender, SyncMark
-from .buffer import Barrier, Buffer, End, Gap, Item, Record, Row
+from .buffer import Barrier, Buffer, End, Gap, Item, LateRow, Record, Row
 from .errors import LlmtrackError
 from .flag import Flag
 from .format import HEARTBEAT, SCHEMAS
+from .pending import PendingRow
 from .publish import sync_folder
 from .rows import RowEncoder
 from .seal import seal_part, seal_segment
 from .settings import Settings
-from .stream import encode_batch
+from .stream import encode_batch, fsync_named
 from .worker import Worker
 
 _log = logging.getLogger("llmtrack")
 
 _INT64_MAX: Final = (1 << 63) - 1
 _HEARTBEAT_BYTES: Final = 512  # always the same length, so that one write in place leaves nothing of the last one
+_LATE_ROWS_S: Final = 5.0  # once the run ends: a rank that is gone never sends, and one that lives has sent long ago
 # What Python and Arrow raise for a name that is no string or a value that is no number.
 _UNSTORABLE: Final = (TypeError, ValueError, OverflowError, RuntimeError, struct.error, pa.ArrowException)
 
@@ -95,8 +98,9 @@ class Drain:
         self._warned: set[str] = set()
         self._refused = False  # by the storage, in the last turn
         self._has_more = False  # than one turn takes
+        self._is_held_up = False  # by a row whose values have not arrived
         self._end: End | None = None
-        self._give_up_at_s = float("inf")
+        self._give_up_at_s = self._give_rows_up_at_s = float("inf")
         self.durable = Flag()
         self.ended = Flag()
 
@@ -118,7 +122,12 @@ class Drain:
             self._wakes.put(None)
 
     def give_up_at(self, deadline_s: float) -> None:
-        """End the thread at `time.monotonic() == deadline_s` even if the storage has not taken everything."""
+        """End the thread at `time.monotonic() == deadline_s` even if the storage has not taken everything.
+
+        Values that are still on their way from a GPU or another rank get a part of that time.
+        """
+        now_s = monotonic()
+        self._give_rows_up_at_s = now_s + min(_LATE_ROWS_S, (deadline_s - now_s) / 2)
         self._give_up_at_s = deadline_s
 
     # What follows runs on the drain thread, unless it says otherwise.
@@ -126,7 +135,7 @@ class Drain:
     def _main(self) -> None:
         try:
             while not self.durable.is_set() and monotonic() < self._give_up_at_s:
-                if self._refused or self._is_behind() or not self._has_more:
+                if self._refused or self._is_held_up or self._is_behind() or not self._has_more:
                     self._wait()
                 self._turn()
             if self.durable.is_set():
@@ -176,11 +185,11 @@ class Drain:
         if not (self._taken or self._is_behind()):
             self._taken.extend(self._buffer.take(self._settings.batch_points))
             self._has_more = bool(self._buffer.items)
-        while self._taken:
+        self._is_held_up = False
+        while self._taken and not self._is_held_up:
             self._write_next()
             self._seal_if_full()
-        if any(appender.made_folder for appender in self._appenders.values()):
-            self._restore_start()
+        self._restore_start()
 
     def _unsynced_bytes(self) -> int:
         return sum(appender.unsynced_bytes for appender in self._appenders.values())
@@ -189,13 +198,26 @@ class Drain:
         return self._unsynced_bytes() >= self._settings.unsynced_bytes
 
     def _write_next(self) -> None:
-        rows: list[Row] = []
-        while self._taken and isinstance(self._taken[0], tuple):
-            rows.append(self._taken.popleft())  # type: ignore[arg-type]  # the line above says that it is a row
+        rows = self._take_rows()
         if rows:
             self._append_rows(rows)
-            return
-        item = self._taken.popleft()
+        elif self._taken and not self._is_held_up:
+            self._write_item(self._taken.popleft())
+
+    def _take_rows(self) -> list[Row]:
+        """Return the rows up to what is no row, or is one whose values have not arrived."""
+        rows: list[Row] = []
+        while self._taken and isinstance(self._taken[0], tuple):
+            row = self._taken[0]
+            if not isinstance(row[3], PendingRow):
+                rows.append(row)
+                self._taken.popleft()
+            elif not self._settle_late(row):
+                self._is_held_up = True
+                break
+        return rows
+
+    def _write_item(self, item: Item) -> None:
         if isinstance(item, Barrier | End) and self._unstorable is not None:
             gap, self._unstorable = self._unstorable, None
             self._taken.appendleft(item)
@@ -212,6 +234,24 @@ class Drain:
             self._wants_sync.append(lambda: self._append_durably(item))
         elif isinstance(item, Record):
             self._append_durably(item)
+
+    def _settle_late(self, row: LateRow) -> bool:
+        """Put the values of a row whose turn it is in its place; return False while they are on their way."""
+        time_ns, step, tokens, late = row
+        if not late.is_ready() and monotonic() < self._give_rows_up_at_s:
+            return False
+        self._taken.popleft()
+        try:
+            if not late.is_ready():
+                raise RuntimeError("they had not arrived when the run ended")
+            values = late.resolve()
+        except _UNSTORABLE as error:
+            self._count_unstorable(step, tokens, len(late))
+            self._warn("late_row", f"points that were on their way are lost, and counted as dropped: {error}")
+            return True
+        if values:
+            self._taken.appendleft((time_ns, step, tokens, values))
+        return True
 
     def _append_rows(self, rows: list[Row]) -> None:
         try:
@@ -300,12 +340,15 @@ class Drain:
             appender = self._appenders[table] = Appender(self._folder, table)
         appender.append(message)
 
-    def _restore_start(self) -> None:
-        """Say again where the segment starts: its folder was removed, and without that no reader can place it."""
+    def _restore_start(self) -> bool:
+        """Say again where the segment starts if its folder was removed: without that no reader can place it."""
+        if not any(appender.made_folder for appender in self._appenders.values()):
+            return False
         for appender in self._appenders.values():
             appender.made_folder = False
         self._warn("folder", f"{self._folder} was removed while it was written to; what had been in it is lost")
         self._append_record(self._start)
+        return True
 
     def _seal_if_full(self) -> None:
         metrics = self._appenders.get("metrics")
@@ -372,7 +415,7 @@ class Drain:
         for mark in sync.marks:
             try:
                 try:
-                    os.fsync(mark.fd)
+                    fsync_named(mark.fd)
                 finally:
                     os.close(mark.fd)  # may say, on NFS, what fsync did not
             except OSError as error:
@@ -416,7 +459,10 @@ class Drain:
                 self._ready.popleft()()
         for appender in self._appenders.values():
             appender.end_part()
-        sync_folder(self._folder)
+        if self._restore_start():
+            return  # and end that part in the next turn
+        with suppress(FileNotFoundError):  # somebody removed what was durable
+            sync_folder(self._folder)
         self._try_heartbeat(self._heartbeat())
         self.durable.set()
 

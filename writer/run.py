@@ -18,11 +18,12 @@ from .drain import Drain
 from .errors import LlmtrackError, UsageError
 from .identity import process_identity
 from .lineage import Opening, open_segment
+from .pending import DeviceRow, PendingRow
 from .ranks import decide_on_rank_zero
 from .redact import redact
 from .settings import Settings
 from .shutdown import end_on_signal, forget, keep_until_exit
-from .tensors import take_value
+from .tensors import PendingValue, take_value
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -71,6 +72,20 @@ class Run:
         Raises:
             UsageError: A value that is no number, a step or tokens that are no integer, or tokens that go backwards.
                 Nothing of the row is stored.
+        """
+
+    def log_later(self, row: PendingRow, step: SupportsIndex, tokens: SupportsIndex) -> None:
+        """Put a row in memory whose values are still on their way; what the reducer does.
+
+        It keeps its place and its time. What comes after it is written once its values have arrived, or never will.
+
+        Args:
+            row: Asked for its values on another thread.
+            step: The optimiser step.
+            tokens: Tokens seen by the run.
+
+        Raises:
+            UsageError: A step or tokens that are no integer, or tokens that go backwards.
         """
 
     def checkpoint(
@@ -224,7 +239,7 @@ class RecordingRun(Run):
         else:
             self._put(step, tokens, values)
 
-    def _put(self, step: int, tokens: int, values: dict[str, float]) -> None:
+    def _put(self, step: int, tokens: int, values: dict[str, float] | PendingRow) -> None:
         if not self._is_over:
             self._buffer.put(step, tokens, values)
             self._drain.wake()
@@ -232,8 +247,21 @@ class RecordingRun(Run):
     def _log_with_care(self, metrics: Mapping[str, Value], step: SupportsIndex, tokens: SupportsIndex) -> None:
         if not isinstance(metrics, Mapping):
             raise UsageError(f"metrics are a {type(metrics).__name__}", hint="give a dict of name -> number")
-        at_step, at_tokens = _coordinate("step", step), _coordinate("tokens", tokens)
         values = {_name(name): take_value(name, value) for name, value in metrics.items()}
+        if any(isinstance(value, PendingValue) for value in values.values()):
+            self.log_later(DeviceRow(values), step, tokens)
+        else:
+            at_step, at_tokens = self._place(step, tokens)
+            if values:
+                self._put(at_step, at_tokens, values)  # type: ignore[arg-type]  # none of them is pending
+
+    def log_later(self, row: PendingRow, step: SupportsIndex, tokens: SupportsIndex) -> None:
+        """Put a row in memory whose values are still on their way; see `Run.log_later`."""
+        self._put(*self._place(step, tokens), row)
+
+    def _place(self, step: SupportsIndex, tokens: SupportsIndex) -> tuple[int, int]:
+        """Return where a row stands, which is not before the last one."""
+        at_step, at_tokens = _coordinate("step", step), _coordinate("tokens", tokens)
         if at_tokens < self._buffer.tokens:
             raise UsageError(
                 f"tokens go backwards in run {self.run_id}, segment {self.segment}: {at_tokens} after "
@@ -241,8 +269,7 @@ class RecordingRun(Run):
                 hint="after loading an older checkpoint finish() this run and open_run() again with its meta",
             )
         self._buffer.tokens = at_tokens
-        if values:
-            self._put(at_step, at_tokens, values)  # type: ignore[arg-type]  # a DeviceValue is a float to be
+        return at_step, at_tokens
 
     def checkpoint(
         self, path: str | os.PathLike[str], step: SupportsIndex, tokens: SupportsIndex, *, full: bool = False

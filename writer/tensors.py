@@ -19,6 +19,10 @@ class PendingValue:
     def __float__(self) -> float:
         raise NotImplementedError
 
+    def is_ready(self) -> bool:
+        """Return whether `float()` will not wait."""
+        raise NotImplementedError
+
 
 class DeviceValue(PendingValue):
     """A number on its way from a device."""
@@ -43,6 +47,10 @@ class DeviceValue(PendingValue):
         if self._copied is not None:
             self._copied.synchronize()
         return float(self._host)
+
+    def is_ready(self) -> bool:
+        """Return whether the copy has ended."""
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]  # torch's own
 
 
 def take_value(name: str, value: object) -> float | PendingValue:
