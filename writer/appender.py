@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Final
 
 from .format import part_name
-from .stream import PartWriter
+from .stream import PartWriter, fsync_named
 
 # Errors after which the same file handle works again; after any other a new part is opened.
 _PASSING: Final = frozenset({ENOSPC, EDQUOT, EAGAIN, EINTR})
@@ -193,7 +193,7 @@ class Appender:
             return
         try:
             try:
-                os.fsync(mark.fd)
+                fsync_named(mark.fd)
             finally:
                 os.close(mark.fd)  # may say, on NFS, what fsync did not
         except OSError as error:

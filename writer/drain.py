@@ -146,6 +146,8 @@ class Drain:
         self._syncer.stop(0)
         self._sealer.stop(0)
         self.ended.set()
+        for appender in self._appenders.values():  # open still where the storage took not everything; may hang
+            appender.give_up_part()
 
     def _wait(self) -> None:
         """Wait until somebody wakes the thread, or for the next flush; once the storage has refused, for that alone."""

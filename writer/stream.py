@@ -176,10 +176,21 @@ class PartWriter:
             if ended:
                 self.pending = memoryview(bytes(self.pending) + _END_OF_STREAM)
                 self.flush()
-                os.fsync(self._fd)
+                fsync_named(self._fd)
         finally:
             fd, self._fd = self._fd, -1  # its number may be another file's as soon as it is closed
             os.close(fd)
+
+
+def fsync_named(fd: int) -> None:
+    """Make a file durable that has a name.
+
+    Raises:
+        OSError: The storage refused, or the file was deleted: that can be fsynced, and is lost.
+    """
+    os.fsync(fd)
+    if not os.fstat(fd).st_nlink:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
 def read_part(path: Path, *, offset: int = 0, live: bool = True) -> PartContent:

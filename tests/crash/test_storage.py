@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.crash.trainer import row_of, tokens_of
-from tests.faults import TINY, Storage, Trainer, errno_of, failing_storage
+from tests.faults import TINY, Storage, Trainer, errno_of, failing_storage, small_disk, wait_until
 from tests.reading import bits, find_segment, read_file, read_segment
 
 Start = Callable[..., Trainer]
@@ -32,9 +34,9 @@ def begin(failing: tuple[Storage, Start], **settings: Any) -> tuple[Storage, Tra
     return storage, trainer
 
 
-def check_that_every_point_is_there_or_counted(storage: Storage, logged: int, metrics: int) -> int:
+def check_that_every_point_is_there_or_counted(root: Path, logged: int, metrics: int) -> int:
     """Compare the rows that can be read and the gaps with what was logged, and return how many rows were dropped."""
-    segment = read_segment(find_segment(storage.root))
+    segment = read_segment(find_segment(root))
     kept = segment.rows()
     assert [row.step for row in kept] == sorted({row.step for row in kept})
     for row in kept:
@@ -70,7 +72,7 @@ def test_a_loop_goes_on_while_the_storage_hangs(failing: tuple[Storage, Start], 
     assert trainer.call("flush", 30.0)
     trainer.log(100)
     trainer.call("finish")
-    dropped = check_that_every_point_is_there_or_counted(storage, 40_210, 3)
+    dropped = check_that_every_point_is_there_or_counted(storage.root, 40_210, 3)
     assert dropped > 30_000
     segment = read_segment(find_segment(storage.root))
     assert {gap["reason"] for gap in segment["gaps"]} == {"queue_full"}
@@ -86,7 +88,7 @@ def test_a_flood_of_rows_keeps_nothing_from_becoming_durable(failing: tuple[Stor
     assert trainer.call("flush", 30.0)
     rows = trainer.end_flood()
     trainer.call("finish")
-    check_that_every_point_is_there_or_counted(storage, rows, 100)
+    check_that_every_point_is_there_or_counted(storage.root, rows, 100)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_an_error_of_the_storage_loses_nothing_that_fits_in_memory(
     assert trainer.call("flush", 30.0)
     trainer.log(50)
     trainer.call("finish")
-    assert check_that_every_point_is_there_or_counted(storage, 150, 3) == 0
+    assert check_that_every_point_is_there_or_counted(storage.root, 150, 3) == 0
     segment = read_segment(find_segment(storage.root))
     assert [alert["message"] for alert in segment["alerts"]] == ["seen while it failed"]
     warnings = trainer.warnings()
@@ -135,7 +137,7 @@ def test_what_does_not_fit_while_the_storage_refuses_is_a_gap_with_its_error(fai
     assert trainer.call("flush", 30.0)
     trainer.log(10)
     trainer.call("finish")
-    assert check_that_every_point_is_there_or_counted(storage, 2_011, 3) > 1_000
+    assert check_that_every_point_is_there_or_counted(storage.root, 2_011, 3) > 1_000
     segment = read_segment(find_segment(storage.root))
     assert {(gap["reason"], gap["errno"]) for gap in segment["gaps"]} == {("io_error", errno.EDQUOT)}
     assert [alert["message"] for alert in segment["alerts"]] == ["behind the gap"]
@@ -148,7 +150,7 @@ def test_a_sign_of_life_that_cannot_be_written_holds_nothing_up(failing: tuple[S
     trainer.log(10)
     assert trainer.call("flush", 30.0)
     trainer.call("finish")
-    assert check_that_every_point_is_there_or_counted(storage, 10, 3) == 0
+    assert check_that_every_point_is_there_or_counted(storage.root, 10, 3) == 0
     assert len(trainer.warnings()) == 1
 
 
@@ -161,7 +163,7 @@ def test_a_write_that_takes_only_a_piece_goes_on_behind_it(failing: tuple[Storag
         trainer.log(20)
         assert trainer.call("flush", 30.0)
     trainer.call("finish")
-    assert check_that_every_point_is_there_or_counted(storage, 100, 3) == 0
+    assert check_that_every_point_is_there_or_counted(storage.root, 100, 3) == 0
     assert len(list(find_segment(storage.root).glob("metrics-*"))) == 1
 
 
@@ -171,7 +173,7 @@ def test_a_sealed_part_appears_only_if_it_reads_back(failing: tuple[Storage, Sta
     trainer.log(100)
     storage.fail("write flip 99 0 0 .tmp$")
     trainer.call("finish")
-    assert check_that_every_point_is_there_or_counted(storage, 100, 3) == 0
+    assert check_that_every_point_is_there_or_counted(storage.root, 100, 3) == 0
     assert {path.name for path in find_segment(storage.root).iterdir()} == {
         "heartbeat.json",
         "metrics-00001.arrows",
@@ -199,7 +201,7 @@ def test_a_close_that_fails_is_a_fsync_that_failed(failing: tuple[Storage, Start
     assert trainer.call("flush", 30.0)
     trainer.log(100)
     trainer.call("finish")
-    assert check_that_every_point_is_there_or_counted(storage, 200, 3) == 0
+    assert check_that_every_point_is_there_or_counted(storage.root, 200, 3) == 0
     assert len(list(find_segment(storage.root).glob("metrics-*"))) == 2
 
 
@@ -214,7 +216,7 @@ def test_a_part_is_not_ended_while_an_fsync_of_it_may_fail(failing: tuple[Storag
     storage.fail("fsync error 5 1 0 metrics")
     assert trainer.call("flush", 30.0)
     trainer.call("finish")
-    assert check_that_every_point_is_there_or_counted(storage, 200, 3) == 0
+    assert check_that_every_point_is_there_or_counted(storage.root, 200, 3) == 0
     assert read_file(find_segment(storage.root) / "metrics-00001.parquet") == []
 
 
@@ -232,4 +234,139 @@ def test_a_process_without_descriptors_loses_nothing(failing: tuple[Storage, Sta
     assert trainer.call("flush", 30.0)
     assert trainer.open_files() == held
     trainer.call("finish")
-    assert check_that_every_point_is_there_or_counted(storage, 200, 3) == 0
+    assert check_that_every_point_is_there_or_counted(storage.root, 200, 3) == 0
+
+
+def test_a_storage_that_never_comes_back_leaves_what_it_had(failing: tuple[Storage, Start]) -> None:
+    """The trainer is told at the end, no file stays open in it, and what had been durable is read."""
+    storage, trainer = begin(failing, queue_points=3_000)
+    trainer.log(100)
+    assert trainer.call("flush", 30.0)
+    held = trainer.open_files()
+    storage.fail("write error 5 0 0 segment=00001/", "open error 5 0 0 segment=00001/")
+    for _ in range(10):
+        trainer.log(1_000)
+    trainer.call("alert", "data", "never written", 10_100, tokens_of(10_100))
+    trainer.call("finish", timeout=0.3)
+    wait_until(lambda: trainer.open_files() < held, "the parts are closed")
+    assert any("did not take everything" in line for line in trainer.warnings())
+    assert read_segment(find_segment(storage.root)).steps() == list(range(1, 101))
+
+
+def test_a_failing_storage_is_not_asked_at_every_step(failing: tuple[Storage, Start]) -> None:
+    """Neither a call nor a file for each call of log, although each of them wakes the drain."""
+    storage, trainer = begin(failing, queue_points=300)
+    trainer.log(1)
+    assert trainer.call("flush", 30.0)
+    storage.forget()
+    storage.fail("write error 5 0 0 metrics")
+    trainer.log(300, 3, 0.001)
+    tried = len(storage.operations("write", path="metrics"))
+    assert 0 < tried < 30
+    assert len(list(find_segment(storage.root).glob("metrics-*"))) <= 2
+
+
+def test_a_folder_that_was_removed_is_made_again_with_its_start(failing: tuple[Storage, Start]) -> None:
+    """What was in it is gone; what was not durable and what comes later is there, and readers can place it."""
+    storage, trainer = begin(failing, fsync_interval_s=3600.0)
+    trainer.log(50)
+    assert trainer.call("flush", 30.0)
+    trainer.log(50)
+    storage.wait_for("write", path="metrics", times=2)
+    folder = find_segment(storage.root)
+    shutil.rmtree(folder)
+    trainer.log(50)
+    assert trainer.call("flush", 30.0)
+    trainer.call("finish")
+    segment = read_segment(folder)
+    assert segment.steps() == list(range(51, 151))
+    assert [record["phase"] for record in segment["segments"]] == ["start", "end"]
+    assert [line for line in trainer.warnings() if "was removed while it was written to" in line]
+
+
+@pytest.mark.parametrize("when", ["idle", "ending"])
+def test_a_folder_that_was_removed_does_not_hold_up_the_end(failing: tuple[Storage, Start], when: str) -> None:
+    """A person who cleans up too early gets a folder with an end, and the trainer ends."""
+    storage, trainer = begin(failing)
+    trainer.log(50)
+    assert trainer.call("flush", 30.0)
+    folder = find_segment(storage.root)
+    if when == "idle":
+        shutil.rmtree(folder)
+        assert trainer.call("flush", 30.0)
+        trainer.call("finish")
+    else:
+        storage.fail("fsync hang 600000 0 0 segments")
+        trainer.send("call", "finish")
+        storage.wait_for("hanging")
+        shutil.rmtree(folder)
+        storage.heal()
+        trainer.answer()
+    segment = read_segment(folder)
+    assert segment.end["exit"] == "finished"
+    assert not any("did not take everything" in line for line in trainer.warnings())
+
+
+def test_a_disk_that_fills_up_and_is_freed_again(failing: tuple[Storage, Start]) -> None:
+    """A real one: nothing of what was written is hurt, and what did not fit is counted."""
+    storage, start = failing
+    with small_disk(storage.root / "disk", 1 << 20) as disk:
+        trainer = start()
+        opened = trainer.open(str(disk), {**TINY, "queue_points": 20_000}, run_id="run")
+        trainer.log(500, 20)
+        assert trainer.call("flush", 30.0)
+        hog = disk / "hog"
+        with pytest.raises(OSError, match="No space left"):
+            hog.write_bytes(bytes(1 << 20))
+        trainer.log(4_000, 20)
+        wait_until(trainer.warnings, "a warning of the full disk")
+        trainer.log(4_000, 20)
+        trainer.call("alert", "data", "seen while it was full", 8_500, tokens_of(8_500))
+        hog.unlink()
+        assert trainer.call("flush", 30.0)
+        trainer.log(500, 20)
+        trainer.call("finish")
+        assert trainer.leave() == 0
+        assert check_that_every_point_is_there_or_counted(disk, 9_000, 20) > 0
+        segment = read_segment(Path(opened["folder"]))
+        assert [alert["message"] for alert in segment["alerts"]] == ["seen while it was full"]
+        assert ["No space left" in line for line in trainer.warnings()] == [True]
+
+
+def test_a_disk_without_room_for_a_sealed_part_keeps_the_open_one(failing: tuple[Storage, Start]) -> None:
+    """Sealing is a convenience: without room for it the end is durable all the same, and later it can be done."""
+    storage, trainer = begin(failing)
+    trainer.log(500)
+    storage.fail("write error 28 0 0 .tmp$")
+    trainer.call("finish")
+    assert check_that_every_point_is_there_or_counted(storage.root, 500, 3) == 0
+    folder = find_segment(storage.root)
+    assert {path.suffix for path in folder.iterdir()} == {".arrows", ".json"}
+    storage.heal()
+    assert trainer.seal(str(folder)) == ["metrics-00001.parquet"]
+    assert check_that_every_point_is_there_or_counted(storage.root, 500, 3) == 0
+
+
+def test_a_checkpoint_that_is_in_the_log_has_everything_before_it_on_disk(failing: tuple[Storage, Start]) -> None:
+    """Its record is written only when an fsync has returned for what was logged before, not when one was asked for."""
+    storage, trainer = begin(failing, fsync_interval_s=3600.0)
+    model = storage.root / "model.pt"
+    model.write_bytes(b"weights")
+    storage.fail("fsync hang 600000 0 0 metrics")
+    trainer.log(100)
+    trainer.call("checkpoint", str(model), 100, tokens_of(100))
+    storage.wait_for("hanging")
+    trainer.log(100)
+    trainer.call("alert", "data", "needs no fsync", 200, tokens_of(200))
+    storage.wait_for("write", path="alerts")
+    assert not storage.operations("open", path="checkpoints")
+    storage.fail("fsync error 5 1 0 metrics")
+    assert trainer.call("flush", 30.0)
+    done = storage.operations()
+    written = next(at for at, one in enumerate(done) if one.name == "write" and "checkpoints" in one.path)
+    before = [one for one in done[:written] if "metrics" in one.path and one.name in ("write", "fsync")]
+    assert [one.name for one in before if one.result >= 0][-1] == "fsync"
+    trainer.call("finish")
+    assert check_that_every_point_is_there_or_counted(storage.root, 200, 3) == 0
+    (record,) = read_segment(find_segment(storage.root))["checkpoints"]
+    assert record["tokens"] == tokens_of(100)
