@@ -57,14 +57,14 @@ def main() -> None:
     figures: dict[str, list[dict[str, float]]] = defaultdict(list)
     about = machine()
     for _ in range(1 if options.quick else options.rounds):
-        for task in _TASKS:
+        for task in ("run", "append", "part"):
             for width in _WIDTHS:
                 with TemporaryDirectory(prefix="bench-append-", dir=options.folder) as scratch:
-                    child = json.dumps({"task": task, "metrics": width, "share": share, "folder": scratch})
-                    command = [sys.executable, __file__, "--child", child]
-                    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-                    result = json.loads((Path(scratch) / "result.json").read_text(encoding="utf-8"))
-                figures[f"{task}-{width}"].append(result)
+                    for step in ("fill", "read", "part") if task == "part" else (task,):
+                        child = json.dumps({"task": step, "metrics": width, "share": share, "folder": scratch})
+                        command = [sys.executable, __file__, "--child", child]
+                        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                    figures[f"{task}-{width}"].append(_result(Path(scratch)))
     if options.json:
         options.json.write_text(json.dumps({"about": about, "figures": figures}, indent=1), encoding="utf-8")
     print(_report({name: merged_medians(runs) for name, runs in figures.items()}))
@@ -74,6 +74,11 @@ def _measure(task: dict[str, Any]) -> None:
     folder = Path(task["folder"])
     result = _TASKS[task["task"]](folder, task["metrics"], task["share"])
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def _result(folder: Path) -> dict[str, float]:
+    result: dict[str, float] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return result
 
 
 def _measure_run(folder: Path, metrics: int, share: float) -> dict[str, float]:
@@ -118,47 +123,54 @@ def _measure_append(folder: Path, metrics: int, share: float) -> dict[str, float
     }
 
 
-def _measure_part(folder: Path, metrics: int, share: float) -> dict[str, float]:
-    """Fill a part of 64 MiB with fp32 values, read it, read its tail, and seal it."""
-    path, points, tail_offset = _fill_part(folder, metrics, share)
-    part_bytes = path.stat().st_size
-    result = {"part_points": float(points), "open_bytes_per_point": part_bytes / points}
+def _fill_part(folder: Path, metrics: int, share: float) -> dict[str, float]:
+    """Write a part that is due to be sealed, of fp32 values; in a process of its own, which leaves no memory behind."""
+    encoder, seq, tail_offset = RowEncoder(), 0, 0
+    writer = PartWriter(folder / part_name("metrics", 1), "metrics")
+    for batch in _batches(metrics, int(_PART_POINTS_LIMIT * share), single=True):
+        rows, tail_offset = list(batch), writer.bytes
+        writer.append(encoder.encode(rows, seq + 1), seq + 1, seq + len(rows))
+        seq += len(rows)
+        if writer.bytes >= _PART_BYTES * share:
+            break
+    writer.close()
+    return {
+        "part_points": seq * metrics,
+        "open_bytes_per_point": writer.path.stat().st_size / (seq * metrics),
+        "tail_offset": tail_offset,
+    }
 
-    started_s = time.perf_counter()
-    read = read_part(path).table.num_rows
-    taken_s = time.perf_counter() - started_s
-    result |= {"read_points_per_s": read / taken_s, "read_mb_per_s": part_bytes / taken_s / _MB}
 
+def _measure_part(folder: Path, metrics: int, share: float) -> dict[str, float]:  # noqa: ARG001  # as the others
+    """Seal the part that was filled; before that read it, and its last batch alone."""
+    result, path = _result(folder), folder / part_name("metrics", 1)
     times_s = []
     for _ in range(20):
         started_s = time.perf_counter()
-        read_part(path, offset=tail_offset)
+        read_part(path, offset=int(result["tail_offset"]))
         times_s.append(time.perf_counter() - started_s)
     result["tail_ms"] = float(np.median(times_s)) * 1e3
 
     memory = Memory()
     before_cpu_s, started_s = cpu_s(), time.perf_counter()
     sealed = seal_part(path)
-    return result | {
+    result |= {
         "seal_s": time.perf_counter() - started_s,
         "seal_cpu_s": cpu_s() - before_cpu_s,
         "seal_mb": memory.added_bytes() / _MB,
-        "sealed_bytes_per_point": sealed.stat().st_size / points,
+        "sealed_bytes_per_point": sealed.stat().st_size / result["part_points"],
     }
+    return result
 
 
-def _fill_part(folder: Path, metrics: int, share: float) -> tuple[Path, int, int]:
-    """Return a part that is due to be sealed, its points, and where its last batch begins."""
-    encoder, seq, offset = RowEncoder(), 0, 0
-    writer = PartWriter(folder / part_name("metrics", 1), "metrics")
-    for batch in _batches(metrics, int(_PART_POINTS_LIMIT * share), single=True):
-        rows, offset = list(batch), writer.bytes
-        writer.append(encoder.encode(rows, seq + 1), seq + 1, seq + len(rows))
-        seq += len(rows)
-        if writer.bytes >= _PART_BYTES * share:
-            break
-    writer.close()
-    return writer.path, seq * metrics, offset
+def _measure_read(folder: Path, metrics: int, share: float) -> dict[str, float]:  # noqa: ARG001  # as the others
+    """Read the part that was filled, with every checksum."""
+    result, path = _result(folder), folder / part_name("metrics", 1)
+    part_bytes = path.stat().st_size
+    started_s = time.perf_counter()
+    rows = read_part(path).table.num_rows
+    taken_s = time.perf_counter() - started_s
+    return result | {"read_points_per_s": rows / taken_s, "read_mb_per_s": part_bytes / taken_s / _MB}
 
 
 def _batches(metrics: int, points: int, *, single: bool) -> Iterator[Iterator[Row]]:
@@ -245,6 +257,8 @@ _PART_COLUMNS: Final = (
 _TASKS: Final[dict[str, Callable[[Path, int, float], dict[str, float]]]] = {
     "run": _measure_run,
     "append": _measure_append,
+    "fill": _fill_part,
+    "read": _measure_read,
     "part": _measure_part,
 }
 
