@@ -2,6 +2,7 @@
 
     python benchmarks/bench_log.py                          # everything, about an hour
     python benchmarks/bench_log.py --only llmtrack,queue,json --rounds 5 --json figures.json
+    python benchmarks/bench_log.py --rounds 0 --json figures.json    # the tables again
 
 Every run of a logger is a process of its own. All are measured in turn, several rounds of it, and the medians go into
 Markdown tables on stdout; docs/BENCHMARKS.md says what each figure is. Nothing here passes or fails.
@@ -90,15 +91,16 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=8, help="stretches of the training loop, a round (default 8)")
     parser.add_argument("--skip", metavar="TASKS", default="", help="some of calls,loop,kill")
     parser.add_argument("--folder", type=Path, help="where the logs go (default: the system's temporary folder)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure of every round there, too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep every figure of every round there, beside those it has already"
+    )
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(TOOLS)
     unknown = [name for name in names if name not in TOOLS]
     if unknown:
         parser.error(f"no tool is called {', '.join(unknown)}; there are {', '.join(TOOLS)}")
     effort = _QUICK if options.quick else Effort(options.rounds, pairs=options.pairs)
-    figures: Figures = defaultdict(lambda: defaultdict(list))
-    before = machine()
+    figures = _read_figures(options.json)
     for number in range(effort.rounds):
         for name in names:
             for task in ("calls", "loop", "kill"):
@@ -110,10 +112,18 @@ def main() -> None:
                         _MEASURES[task](TOOLS[name], effort, Path(scratch), figures[name])
                     except ToolFailedError as error:
                         print(f"{name} failed: {error}", file=sys.stderr)
-    about = {**before, "effort": asdict(effort)}
-    if options.json:
-        options.json.write_text(json.dumps({"about": about, "figures": figures}, indent=1), encoding="utf-8")
-    print(report(figures))
+            if options.json:
+                about = {**machine(), "effort": asdict(effort)}
+                options.json.write_text(json.dumps({"about": about, "figures": figures}), encoding="utf-8")
+    print(report({name: figures[name] for name in TOOLS if name in figures}))
+
+
+def _read_figures(path: Path | None) -> Figures:
+    figures: Figures = defaultdict(lambda: defaultdict(list))
+    if path is not None and path.exists():
+        for name, found in json.loads(path.read_text(encoding="utf-8"))["figures"].items():
+            figures[name].update(found)
+    return figures
 
 
 class ToolFailedError(Exception):
