@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from struct import Struct
@@ -89,6 +89,11 @@ class Comparison:
             key for key in {*wanted.by_key, *self._held.by_key} if wanted.by_key.get(key) != self._held.by_key.get(key)
         )
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many records the tracker holds, by key."""
+        return {key: count for key, (count, _) in self._held.by_key.items()}
+
     def difference(self, others: Records) -> Difference:
         """Return what does not agree.
 
@@ -123,6 +128,46 @@ class Comparison:
             records += count
         if group:
             yield _Held(self._sink, self._run, self._patience, group)
+
+
+def compare_beyond(
+    sink: Sink,
+    run: TrackerRun,
+    patience: Patience,
+    expected: Iterable[Record],
+    *,
+    counts: Mapping[str, int],
+    on_read: Callable[[int], None],
+) -> dict[str, int] | None:
+    """Read back only what came after an earlier comparison.
+
+    Args:
+        sink: The tracker.
+        run: The run there.
+        patience: What to do about a tracker that does not answer.
+        expected: What should have come since.
+        counts: How many records it held then, by key.
+        on_read: Called with numbers of records that were read back, from several threads.
+
+    Returns:
+        How many records it holds now, by key; None when that is not what it held plus what was expected, in the order
+        of their times: then everything has to be compared.
+    """
+    wanted = Digests()
+    wanted.add(expected)
+
+    def digest(key: str) -> Digests:
+        found = Digests()
+        found.add(sink.read(run, key, skip=counts.get(key, 0)))
+        on_read(found.count())
+        return found
+
+    found = Digests()
+    for digests in _in_lanes(sink, patience, digest, sorted(wanted.by_key)):
+        found.by_key.update(digests.by_key)
+    if found != wanted:
+        return None
+    return {**counts, **{key: counts.get(key, 0) + count for key, (count, _) in found.by_key.items()}}
 
 
 class _Held:

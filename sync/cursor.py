@@ -57,6 +57,8 @@ class Held:
         goal: How far it may have been accepted: what was on its way when this was written.
         newest: Digest of the newest record per key as the tracker told it when all of the goal was there; None while
             something is on its way.
+        compared: How far all that the tracker holds was read back and compared, by segment.
+        counts: How many records it held then, by key.
     """
 
     kind: str
@@ -64,6 +66,8 @@ class Held:
     marks: dict[int, Mark] = field(default_factory=dict)
     goal: dict[int, Mark] = field(default_factory=dict)
     newest: str | None = None
+    compared: dict[int, Mark] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -119,7 +123,9 @@ def _held(content: dict[str, Any]) -> Held:
     segment, newest = content["segment"], content["newest"]
     if not isinstance(segment, int | None) or not isinstance(newest, str | None):
         raise TypeError("a cursor's fields have their types")
-    return Held(str(content["kind"]), segment, _marks(content["marks"]), _marks(content["goal"]), newest)
+    counts = {str(key): int(count) for key, count in content["counts"].items()}
+    marks, goal, compared = (_marks(content[name]) for name in ("marks", "goal", "compared"))
+    return Held(str(content["kind"]), segment, marks, goal, newest, compared, counts)
 
 
 def _marks(content: dict[str, Any]) -> dict[int, Mark]:

@@ -105,9 +105,11 @@ def close(client: MlflowClient) -> None:
         engine.dispose()
 
 
-def metric_pages(client: MlflowClient, ref: str, key: str, page: int) -> Iterator[list[Any]]:
+def metric_pages(client: MlflowClient, ref: str, key: str, *, page: int, skip: int) -> Iterator[list[Any]]:
     """Read a metric's history a page at a time; the public call of the client holds all of it in memory."""
-    token = None
+    from mlflow.utils.search_utils import SearchUtils
+
+    token = SearchUtils.create_page_token(skip) if skip else None  # type: ignore[no-untyped-call]
     while True:
         found = _store(client).get_metric_history(run_id=ref, metric_key=key, max_results=page, page_token=token)
         yield found

@@ -19,7 +19,7 @@ from llmtrack.writer.errors import RejectedError
 
 from . import describe
 from .classify import LoggedRun
-from .compare import Comparison, newest_digest
+from .compare import Comparison, compare_beyond, newest_digest
 from .cursor import Cursor, Held, Mark
 from .patience import Patience
 from .sender import Sender
@@ -225,15 +225,18 @@ class Replay:
             return True
         if held is not None and held.newest in {None, newest_digest(run)} and self._still_belongs(target, held):
             target.run, target.marks = run, dict(held.marks)
+            target.began, target.compared, target.counts = dict(held.marks), held.compared, held.counts
             target.verified = held.newest is not None and target.is_complete()
             return True
-        difference = self._compare(target, run).difference(lambda: self._points.others(target))
+        comparison = self._compare(target, run)
+        difference = comparison.difference(lambda: self._points.others(target))
         if difference.misplaced:
             return False
-        target.run = run
+        target.run, target.counts = run, comparison.counts
         target.complete()
         target.has_holes = difference.lacking > 0
         target.verified = not target.has_holes
+        target.compared = target.marks if target.verified else {}
         return True
 
     def _still_belongs(self, target: Target, held: Held) -> bool:
@@ -341,7 +344,9 @@ class Replay:
 
     def _remember(self, target: Target, marks: Mapping[int, Mark], newest: str | None = None) -> None:
         goal = {number: stretch.mark() for number, stretch in target.stretches.items()}
-        self._cursor.runs[target.there.ref] = Held(target.kind, target.segment, dict(marks), goal, newest)
+        self._cursor.runs[target.there.ref] = Held(
+            target.kind, target.segment, dict(marks), goal, newest, dict(target.compared), target.counts
+        )
         self._cursor.save()
 
     # Reading back.
@@ -353,6 +358,8 @@ class Replay:
             RejectedError: It accepts and does not keep.
         """
         if self._options.verify == "off" or (self._options.verify == "fast" and self._newest_is_right(target)):
+            return
+        if self._tail_is_right(target):
             return
         lacking = self._count_lacking(target)
         for _ in range(_REPAIRS):
@@ -370,21 +377,43 @@ class Replay:
             hint="see what the tracker's own log says; the next sync sends only what is lacking",
         )
 
+    def _tail_is_right(self, target: Target) -> bool:
+        """Return whether the tracker holds what it held when all of it was compared, and exactly what came since."""
+        if not target.compared:
+            return False
+        counts = compare_beyond(
+            self._sink,
+            target.there,
+            self._patience,
+            self._points.beyond(target, target.compared),
+            counts=target.counts,
+            on_read=self._progress.read,
+        )
+        if counts is None:
+            return False
+        target.compared, target.counts = target.marks, counts
+        return True
+
     def _count_lacking(self, target: Target) -> int:
-        difference = self._compare(target, target.there).difference(lambda: self._points.others(target))
+        comparison = self._compare(target, target.there)
+        difference = comparison.difference(lambda: self._points.others(target))
         if difference.misplaced:
             raise _MisplacedError(target.kind)
         if difference.foreign:
             self.report.add_note(f"{difference.foreign} values there are not from this log; they are left as they are")
+        if not difference.lacking:
+            target.compared, target.counts = target.marks, comparison.counts
         return difference.lacking
 
     def _newest_is_right(self, target: Target) -> bool:
-        """Return whether the newest value of every metric there is the newest of the log."""
+        """Return whether the newest value of every metric there is the newest of what was there and what was sent."""
+        before = target.there.newest
         expected: dict[str, tuple[object, ...]] = {}
-        for record in self._points.records(target):
-            expected[record.key] = max(record[1:4], expected.get(record.key, record[1:4]))
-        there = self._call(lambda: self._sink.list_runs(self._run.project, [self._run.run_id]))
-        newest = next((run.newest for run in there if run.ref == target.there.ref), {})
+        for record in self._points.beyond(target, target.began):
+            there = before.get(record.key, record)
+            expected[record.key] = max(record[1:4], there[1:4], expected.get(record.key, record[1:4]))
+        runs = self._call(lambda: self._sink.list_runs(self._run.project, [self._run.run_id]))
+        newest = next((run.newest for run in runs if run.ref == target.there.ref), {})
         return all(key in newest and newest[key][1:4] == identity for key, identity in expected.items())
 
     # Afterwards.

@@ -192,8 +192,14 @@ class Sink(Protocol):
         """Return every key under which the tracker holds records of a run."""
         ...
 
-    def read(self, run: TrackerRun, key: str) -> Iterator[Record]:
-        """Read back the records of one key; may be called from several threads."""
+    def read(self, run: TrackerRun, key: str, *, skip: int = 0) -> Iterator[Record]:
+        """Read back the records of one key; may be called from several threads.
+
+        Args:
+            run: As the tracker listed it.
+            key: One of `keys`.
+            skip: Leave out so many from the beginning, in an order in which what is added at later times comes last.
+        """
         ...
 
     def delete(self, run: TrackerRun) -> None:

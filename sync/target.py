@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,9 @@ class Target:
         stretches: What belongs into it, by segment.
         run: The run in the tracker; None when there is none yet.
         marks: How far the tracker has it, by segment.
+        began: How far the tracker had it when the replay began, by segment.
+        compared: How far that was read back and compared, by segment.
+        counts: How many records the tracker held then, by key.
         has_holes: The marks say nothing: it lacks some of what belongs into it.
         verified: What it holds was compared, and agrees.
     """
@@ -34,6 +37,9 @@ class Target:
     stretches: dict[int, Stretch]
     run: TrackerRun | None = None
     marks: dict[int, Mark] = field(default_factory=dict)
+    began: dict[int, Mark] = field(default_factory=dict)
+    compared: dict[int, Mark] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     has_holes: bool = False
     verified: bool = False
 
@@ -80,6 +86,14 @@ class PointReader:
         for segment in target.stretches:
             for records in self._read(target.kind, segment):
                 yield from records
+
+    def beyond(self, target: Target, marks: Mapping[int, Mark]) -> Iterator[Record]:
+        """Yield the records of a target that are not before some marks."""
+        for segment, stretch in target.stretches.items():
+            mark = marks.get(segment)
+            if not stretch.is_held(mark):
+                for records in self._read(target.kind, segment, mark):
+                    yield from (record for record in records if mark is None or record.seq > mark.seq)
 
     def others(self, target: Target) -> Iterator[Record]:
         """Yield the records of the run that belong into other targets."""

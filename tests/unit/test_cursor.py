@@ -16,7 +16,8 @@ from llmtrack.writer.errors import UsageError
 def example(path: Path) -> Cursor:
     """Return a cursor with everything that one can have."""
     marks = {1: Mark(8, 4000, 20, 90), 2: Mark(-1, -1, 0, 0)}
-    runs = {"ab": Held("canonical", None, marks, marks, "digest"), "cd": Held("superseded", 1, {}, marks, None)}
+    whole = Held("canonical", None, marks, marks, "digest", marks, {"train/loss": 20})
+    runs = {"ab": whole, "cd": Held("superseded", 1, {}, marks, None)}
     return Cursor(path, runs)
 
 
@@ -44,7 +45,7 @@ def test_a_cursor_cut_anywhere_counts_as_none(tmp_path: Path) -> None:
 
 
 def _one(**changed: object) -> str:
-    held = {"kind": "canonical", "segment": 1, "marks": {}, "goal": {}, "newest": None}
+    held = {"kind": "canonical", "segment": 1, "marks": {}, "goal": {}, "newest": None, "compared": {}, "counts": {}}
     return json.dumps({"format": 1, "runs": {"a": held | changed}})
 
 
@@ -58,6 +59,8 @@ def _one(**changed: object) -> str:
         _one(marks={"x": {}}),
         _one(marks={"1": {"seq": "8", "tokens": 1, "points": 1, "seq_sum": 1}}),
         _one(goal=None),
+        _one(compared=7),
+        _one(counts={"a": "many"}),
         _one(segment="1"),
         _one(newest=7),
     ],

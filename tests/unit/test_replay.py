@@ -112,6 +112,7 @@ class MemorySink:
         self.works_first = False
         self.error: BaseException = Killed()
         self.forgets = 0
+        self.read_back = 0
 
     def open(self) -> None:
         """Contact the tracker."""
@@ -166,9 +167,14 @@ class MemorySink:
         """Return every key."""
         return sorted({record.key for record in self.runs[run.ref].records})
 
-    def read(self, run: TrackerRun, key: str) -> Iterator[Record]:
-        """Read back one key."""
-        return (Record(*record[:4]) for record in self.runs[run.ref].records if record.key == key)
+    def read(self, run: TrackerRun, key: str, *, skip: int = 0) -> Iterator[Record]:
+        """Read back one key, in the order of time as MLflow does."""
+        held = sorted(
+            (Record(*record[:4]) for record in self.runs[run.ref].records if record.key == key),
+            key=lambda record: (record.time_ms, record.tokens, record.value),
+        )
+        self.read_back += len(held) - skip
+        return iter(held[skip:])
 
     def delete(self, run: TrackerRun) -> None:
         """Delete a run."""
@@ -373,6 +379,36 @@ def test_only_what_is_lacking_is_sent_without_a_cursor(tmp_path: Path) -> None:
     lacking = sum((log.places("provisional") - sink.places("provisional")).values())
     (report,) = sync(log, sink, tmp_path / "new").reports
     assert report.sent == {"provisional": lacking}
+    check(log, sink)
+
+
+def test_a_run_that_goes_on_is_read_back_from_where_it_was_compared(tmp_path: Path) -> None:
+    """The effort of a sync grows with what is new, not with what is there; and what went missing is noticed still."""
+    log = Log()
+    sink = MemorySink()
+    log.add(1, range(1, 1001), "settled")
+    sync(log, sink, tmp_path)
+    assert sink.read_back == 3000
+    log.add(1, range(1001, 1011), "settled")
+    sync(log, sink, tmp_path)
+    assert sink.read_back == 3030
+    (run,) = sink.runs.values()
+    del run.records[500]
+    log.add(1, range(1011, 1021), "settled")
+    sync(log, sink, tmp_path)
+    check(log, sink)
+
+
+def test_times_that_go_back_are_no_reason_to_send_anything_twice(tmp_path: Path) -> None:
+    """After a clock was set back new points are older than those there: all is compared, and all is found."""
+    log = Log()
+    sink = MemorySink()
+    log.add(1, range(101, 201), "settled")
+    sync(log, sink, tmp_path)
+    log.add(1, range(201, 211), "settled")
+    log.con.execute("UPDATE metrics SET time = time - INTERVAL 1 HOUR WHERE tokens > 200")
+    (report,) = sync(log, sink, tmp_path).reports
+    assert report.sent == {"canonical": 20}
     check(log, sink)
 
 
