@@ -29,12 +29,12 @@ _CHECK: Final = CHECK_KEY.encode() + b"\x18\x08"
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a segment is known to have come, and how many points it had to drop on the way."""
+    """How far a segment is known to have come, and how many points it had to drop on the way, if it said so."""
 
     time: dt.datetime
     step: int
     tokens: int
-    dropped: int = 0
+    dropped: int | None = None
 
 
 @dataclass

@@ -35,20 +35,20 @@ def trees(draw: st.DrawFn, *, most: int = 9) -> list[Segment]:
         if segments and kind >= 2:
             own = [other for other in segments if other.run_id == run_id]
             before = draw(st.sampled_from(own if own and kind >= 4 else segments))
-            segment.origin, segment.start = before.key, before.start + draw(st.integers(0, 6))
+            segment.origin, segment.start = before.key, before.start + draw(st.sampled_from((0, 0, 1, 2, 3, 6)))
         elif kind == 1:
             segment.origin, segment.start = ("elsewhere", 1), draw(st.integers(0, 6))
-        places = st.integers(segment.start, segment.start + 8)
+        places = st.sampled_from([segment.start, *range(segment.start, segment.start + 8)])
         for name in _METRICS:
             for tokens in sorted(draw(st.sets(places, max_size=5))):
                 segment.points.append(Point(tokens, name, float(next(value))))
         segment.checkpoints = sorted(draw(st.sets(places, max_size=2)))
-        segment.exit = draw(st.sampled_from([None, None, "failed", "preempted", "finished", "abandoned"]))
+        segment.exit = draw(st.sampled_from([None, None, "failed", "finished", "abandoned"]))
         segments.append(segment)
     return segments
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(trees(), st.sets(st.integers(0, 8)))
 def test_the_sql_says_of_every_point_what_the_rules_say(segments: list[Segment], sealed: set[int]) -> None:
     """Each point is there once, with the `superseded_by` and `settled` of the rules; so is each checkpoint."""
