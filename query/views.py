@@ -71,7 +71,7 @@ def connect(
     Args:
         root: The folder that holds the runs.
         runs: See only these runs and the runs they were forked from; None: all. What others have on disk is not read.
-        points: False leaves out all points (`metrics`, `live`, `history`), for a quick look at the runs.
+        points: False leaves out the points, and the views `metrics`, `live` and `history`: a quick look at the runs.
         check: Read each sealed part whole, the first time it is seen, and compare its checksum: DuckDB looks at none,
             and takes a changed byte for a value. A second for each gigabyte; False leaves that to `llmtrack verify`.
         stalled_after_s: Silence after which a running run counts as stalled; None: `LLMTRACK_STALLED_AFTER`, or 900.
@@ -172,22 +172,22 @@ def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
     tables, views = resources.files(__package__).joinpath("views.sql").read_text(encoding="utf-8").split(_VIEWS_BEGIN)
     con.execute(tables)
     if files != state.files:
-        _name_files(con, *files, points=state.points)
+        _name_files(con, *files)
     if state.files is None:
         con.execute(_VIEWS_BEGIN + views)
+        if not state.points:  # an empty view would look like an answer
+            con.execute("DROP MACRO TABLE series; DROP VIEW history; DROP VIEW live; DROP VIEW metrics")
     state.files = files
 
 
 def _name_files(
-    con: duckdb.DuckDBPyConnection, parts: Sequence[str], places: Sequence[str], evals: Sequence[str], *, points: bool
+    con: duckdb.DuckDBPyConnection, parts: Sequence[str], places: Sequence[str], evals: Sequence[str]
 ) -> None:
     """Say where the points and evals are: the files are named one by one, so that a snapshot stays what it was."""
     columns = ", ".join(("run_id", "segment", *_POINT_COLUMNS))
     for view, files in (("points", parts), ("points_before", places)):
         source = f"SELECT {columns} FROM log.open_points"
-        if not points:
-            source += " WHERE error('opened with points=False: there are no points here') IS NULL"
-        elif files:
+        if files:
             source += f" UNION ALL SELECT {columns} FROM read_parquet({_literal(files)}, {_HIVE})"
         con.execute(f"CREATE OR REPLACE VIEW log.{view} AS {source}")
     names = ", ".join(SCHEMAS["evals"].names)
