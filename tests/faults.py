@@ -183,6 +183,12 @@ class Trainer:
         assert self.status is not None
         return self.status
 
+    def end(self) -> None:
+        """Make sure that the process is gone."""
+        if self.status is None:
+            self.kill()
+            self.wait()
+
     def leave(self) -> int:
         """Let the interpreter end as after the last line of a script, and return the status."""
         self._request("exit")
@@ -197,12 +203,14 @@ class Trainers:
     """A process with llmtrack loaded that forks trainers, one at a time: a fork costs less than an interpreter."""
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+        folder = storage.root.parent  # in no checkout: asking git about one takes longer than a test
+        script = shutil.copy(_HERE / "trainer.py", folder)
         self._pipes = subprocess.Popen(
-            [sys.executable, "-W", "error", _HERE / "trainer.py"],
+            [sys.executable, "-W", "error", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **storage.environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+            cwd=folder,
+            env={**os.environ, **storage.environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
 
     def fork(self, stderr: Path, **environment: str) -> Trainer:
@@ -271,9 +279,7 @@ def failing_storage() -> Iterator[tuple[Storage, Callable[..., Trainer]]]:
     finally:
         storage.heal()
         for trainer in started:
-            if trainer.status is None:
-                trainer.kill()
-                trainer.wait()
+            trainer.end()
         for left in storage.root.parent.glob("stderr-*"):
             left.unlink()
         shutil.rmtree(storage.root)

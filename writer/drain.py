@@ -21,6 +21,7 @@ from typing import Final
 import pyarrow as pa
 
 from .appender import Appender, SyncMark
+from .arrays import one, record_batch
 from .buffer import Barrier, Buffer, End, Gap, Item, LateRow, Record, Row
 from .errors import LlmtrackError
 from .flag import Flag
@@ -330,9 +331,9 @@ class Drain:
         self._seq += 1
         row = {**record.values, "seq": self._seq}
         try:
-            batch = pa.RecordBatch.from_pylist([row], schema=SCHEMAS[record.table])
+            batch = record_batch(row, SCHEMAS[record.table])
         except _UNSTORABLE as error:
-            batch = pa.RecordBatch.from_pylist([_storable_record(row, SCHEMAS[record.table])], SCHEMAS[record.table])
+            batch = record_batch(_storable_record(row, SCHEMAS[record.table]), SCHEMAS[record.table])
             self._warn("bad_record", f"a record of {record.table} is stored with what could be kept of it: {error}")
         self._append(record.table, encode_batch(batch, self._seq, self._seq))
 
@@ -512,7 +513,7 @@ def _storable_record(row: dict[str, object], schema: pa.Schema) -> dict[str, obj
 
 def _storable_value(value: object, kind: pa.DataType) -> object:
     try:
-        pa.array([value], kind)
+        one(value, kind)
     except _UNSTORABLE:
         if pa.types.is_string(kind):
             return str(value).encode("utf-8", "backslashreplace").decode()

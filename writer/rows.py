@@ -17,6 +17,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from .arrays import strings
 from .buffer import Row
 from .format import SCHEMAS, TIME
 
@@ -83,7 +84,7 @@ class RowEncoder:
         if layout is None:
             if len(self._layouts) >= _LAYOUTS_LIMIT:
                 self._layouts.clear()
-            layout = _Layout(pa.array(names, pa.string()), struct.Struct(f"={len(names)}d"), len(names))
+            layout = _Layout(strings(names), struct.Struct(f"={len(names)}d"), len(names))
             if layout.names.null_count:
                 raise TypeError("a metric's name is None")
             self._layouts[names] = layout

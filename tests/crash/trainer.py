@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np  # noqa: F401  # imported once, not in each fork: rows may hold NumPy scalars
 
 import llmtrack
+from llmtrack.writer.identity import process_identity
 from llmtrack.writer.run import RecordingRun
 from llmtrack.writer.seal import seal_segment
 from llmtrack.writer.settings import Settings
@@ -273,6 +274,7 @@ def serve() -> None:
 
 def main() -> None:
     """Fork a trainer whenever asked to, and say how it ended."""
+    process_identity()  # looks at every installed package, and remembers: once, not in each fork
     while (request := receive()) is not None:
         if not isinstance(request, dict):
             continue  # meant for a trainer that has just died; that was said
