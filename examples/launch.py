@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+import llmtrack
 from llmtrack.writer.format import OPEN_SUFFIX
 from llmtrack.writer.stream import read_part
 
@@ -28,7 +29,7 @@ class Training:
     """
 
     def __init__(self, arguments: Sequence[str], *, ranks: int = 2, env: Mapping[str, str] | None = None) -> None:
-        package_parent = str(Path(__file__).absolute().parents[1])
+        import_from = str(Path(llmtrack.__file__).absolute().parents[1])  # a checkout need not be installed
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
@@ -46,7 +47,7 @@ class Training:
                 **os.environ,
                 "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
                 "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-                "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")])),
+                "PYTHONPATH": os.pathsep.join(filter(None, [import_from, os.environ.get("PYTHONPATH")])),
                 **(env or {}),
             },
         )
