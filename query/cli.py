@@ -1,4 +1,4 @@
-"""Commands to look at a root: ``llmtrack ls``, ``show``, ``sql`` and ``plot``."""
+"""Commands to look at a root: ``llmtrack ls``, ``show``, ``sql``, ``plot`` and ``best``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from llmtrack.writer.errors import UsageError
-
 from . import layout
 from .console import EXIT_DAMAGED, EXIT_OK, say, to_json
 from .select import select_run, select_runs
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     import duckdb
 
 _SHOWN_DAMAGES: Final = 10
+_SHOWN_HASH: Final = 14  # characters: enough to tell two apart
 _STATUS_STYLES: Final = {
     "running": "green",
     "stalled": "yellow",
@@ -27,7 +26,6 @@ _STATUS_STYLES: Final = {
     "failed": "red",
     "preempted": "yellow",
 }
-_SUFFIXES: Final = (".parquet", ".csv", ".json")
 
 root_option: Final = click.option(
     "--root",
@@ -117,20 +115,19 @@ def sql(*, query: str, root: Path, names: Sequence[str], kind: str, as_json: boo
     the macro series(run, metric). QUERY may be `-`, for the standard input. Exit status 4 when something in the root
     cannot be read: the answer is then without it.
     """
-    from .ask import ask
+    from .ask import Answer, write_answer
     from .log import Log
     from .views import connect
 
-    if output is not None and output.suffix not in _SUFFIXES:
-        raise UsageError(f"cannot tell the format of {output}", hint=f"end its name with {', '.join(_SUFFIXES)}")
     text = sys.stdin.read() if query == "-" else query
     runs = select_runs(Log(root).run_ids(), names) if names else None
     with connect(root, runs=runs) as con:
-        answer = ask(con, text)
         if output is not None:
-            answer.write(output)
-        elif answer.columns:
-            layout.print_rows(answer.columns, answer.rows(), "json" if as_json else kind)
+            write_answer(con, text, output)
+        else:
+            answer = Answer(con, text)
+            if answer.columns:
+                layout.print_rows(answer.columns, answer.rows(), "json" if as_json else kind)
         return report_damages(con)
 
 
@@ -179,7 +176,46 @@ def plot(
         return report_damages(con, [run_id])
 
 
-COMMANDS: Final[tuple[click.Command, ...]] = (ls, show, sql, plot)
+@click.command(
+    "best",
+    epilog=example(
+        "llmtrack best hellaswag/acc", "llmtrack best wikitext/word_perplexity --lower-is-better 'pretrain-7b*'"
+    ),
+)
+@click.argument("metric", metavar="TASK/METRIC")
+@click.argument("names", nargs=-1, metavar="[RUN]...")
+@root_option
+@click.option("--lower-is-better", is_flag=True, help="For perplexities and losses.")
+@click.option("--superseded", is_flag=True, help="Rank superseded checkpoints too.")
+@json_option
+def best(
+    *, metric: str, names: Sequence[str], root: Path, lower_is_better: bool, superseded: bool, as_json: bool
+) -> int:
+    """Rank checkpoints by one evaluated metric, the best first.
+
+    RUN is an id, the beginning of one, or a glob; without any, all runs are ranked, and checkpoints that no run has
+    recorded. Warns when the values were measured by different harnesses or with different prompts. Exit status 4 when
+    something of these runs cannot be read.
+    """
+    from .best import best as rank
+    from .log import Log
+    from .views import connect
+
+    runs = select_runs(Log(root).run_ids(), names) if names else None
+    with connect(root, runs=runs, points=False) as con:
+        ranking = rank(con, metric, runs=runs or (), lower_is_better=lower_is_better, superseded=superseded)
+        if as_json:
+            click.echo(to_json(ranking.rows))
+        elif ranking.rows:
+            _print_ranking(ranking.rows)
+        for warning in ranking.warnings:
+            say(f"warning: {warning}")
+        if ranking.superseded:
+            say(f"left out: {ranking.superseded} of superseded checkpoints; --superseded ranks them too")
+        return report_damages(con, runs)
+
+
+COMMANDS: Final[tuple[click.Command, ...]] = (ls, show, sql, plot, best)
 
 
 def report_damages(con: duckdb.DuckDBPyConnection, runs: Sequence[str] | None = None) -> int:
@@ -225,6 +261,31 @@ def _print_runs(rows: Sequence[dict[str, Any]]) -> None:
             for row in rows
         ],
         styles=_STATUS_STYLES,
+    )
+
+
+def _print_ranking(rows: Sequence[dict[str, Any]]) -> None:
+    optional: dict[str, Callable[[dict[str, Any]], str]] = {
+        "STDERR": lambda row: "" if row["stderr"] is None else f"{row['stderr']:.2g}",
+        "HARNESS": lambda row: " ".join(filter(None, (row["harness"], row["harness_version"]))),
+        "PROMPTS": lambda row: (row["prompt_hash"] or "")[:_SHOWN_HASH],
+        "SUPERSEDED BY": lambda row: layout.cell(row["superseded_by"]),
+        "PATH": lambda row: row["path"] or "",
+    }
+    extra = {name: text for name, text in optional.items() if any(text(row) for row in rows)}
+    layout.print_table(
+        ["VALUE", "RUN", "TOKENS", "STEP", "CHECKPOINT", *extra],
+        [
+            [
+                f"{row['value']:.6g}",
+                row["run_id"] or "(not recorded)",
+                layout.tokens(row["tokens"]),
+                layout.cell(row["step"]),
+                row["ckpt_id"],
+                *(text(row) for text in extra.values()),
+            ]
+            for row in rows
+        ],
     )
 
 

@@ -32,9 +32,16 @@ def run(command: click.Command, args: Sequence[str] | None = None, *, prog_name:
         args: Instead of those of the process.
         prog_name: Its name in messages.
     """
+    if f"_{prog_name.replace('-', '_').upper()}_COMPLETE" in os.environ:  # the shell asks how to complete a line
+        command.main(args, prog_name)
+    status: object = EXIT_OK
     try:
-        status = command.main(args, prog_name, standalone_mode=False)
+        # Not `command.main`: it has its own idea of how a broken pipe ends.
+        with command.make_context(prog_name, list(sys.argv[1:] if args is None else args)) as context:
+            status = command.invoke(context)
         sys.stdout.flush()
+    except click.exceptions.Exit as ended:
+        status = ended.exit_code
     except LlmtrackError as error:
         _say_error(str(error))
         status = EXIT_DAMAGED if isinstance(error, CorruptSegmentError) else EXIT_USAGE
@@ -49,12 +56,11 @@ def run(command: click.Command, args: Sequence[str] | None = None, *, prog_name:
         name = (error.name or "").partition(".")[0]
         _say_error(f"{name} is not installed\n  try: pip install 'llmtrack-log[{_EXTRAS.get(name, 'query')}]'")
         status = EXIT_USAGE
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, EOFError, KeyboardInterrupt):
         _say_error("interrupted")
         status = EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has seen enough. What is left in the buffer must not fail again at the exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read our output has seen enough
+        _drop_output()
         status = EXIT_OK
     sys.exit(status if isinstance(status, int) else EXIT_OK)
 
@@ -100,6 +106,13 @@ def _plain_scalar(value: object) -> object:
 def say(text: str) -> None:
     """Print a line for the person at the terminal to stderr: stdout has the results."""
     click.echo(text, err=True)
+
+
+def _drop_output() -> None:
+    """Let what is still in the buffer go nowhere: it must not fail once more at the exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _say_error(text: str) -> None:

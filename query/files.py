@@ -92,6 +92,14 @@ def size_of(path: str) -> int:
         return 0
 
 
+def modified_s(path: str) -> float:
+    """Return when a file was last written, in seconds since 1970; infinity when there is no telling."""
+    try:
+        return os.stat(path).st_mtime  # noqa: PTH116 - as above
+    except OSError:
+        return float("inf")
+
+
 def read_heartbeat(path: str) -> Reached | None:
     """Return what a heartbeat says, or None while it is being rewritten."""
     try:
@@ -128,15 +136,15 @@ def sealed_fault(path: str) -> str:
     footer_begin = len(data) - _PARQUET_TAIL_BYTES - int.from_bytes(data[-8:-4], "little")
     at = bytes(data[footer_begin:]).rfind(_CHECK)
     if at < 0:
-        return ""  # Parquet that another program wrote says nothing of the kind
+        return pages_fault(path)  # another program's
     digits = footer_begin + at + len(_CHECK)
     crc = zlib.crc32(b"00000000", zlib.crc32(data[:digits]))
     crc = zlib.crc32(data[digits + 8 :], crc)
     return "" if f"{crc:08x}".encode() == data[digits : digits + 8] else "fails its checksum"
 
 
-def evals_fault(path: str) -> str:
-    """Return why a file of evals cannot be read, from the checksums of its pages; nothing when it can."""
+def pages_fault(path: str) -> str:
+    """Return why a Parquet file cannot be read, by reading it and the checksums of its pages; nothing when it can."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             file.read(use_threads=False)

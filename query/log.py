@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,10 +30,11 @@ from .files import (
     VANISHED,
     Listing,
     Reached,
-    evals_fault,
     list_names,
     list_segment,
+    modified_s,
     owner_of,
+    pages_fault,
     parquet_fault,
     read_heartbeat,
     sealed_fault,
@@ -44,6 +46,7 @@ from .files import (
 SMALL_TABLES: Final = ("segments", "checkpoints", "alerts", "batches", "gaps")
 
 _TRIES: Final = 5  # for a segment whose parts vanish while they are read: each try is a new listing
+_QUIET_S: Final = 300.0  # without a write: network file systems show one after a minute at most
 _DECODE_BYTES: Final = 32 << 20  # of messages decoded together: ten times that in memory
 _DECODE_PARTS: Final = 500  # likewise: what is read, decoded and joined while still in the processor's cache is faster
 
@@ -270,7 +273,7 @@ class Log:
         for name in list_names(folder):
             path = f"{folder}/{name}"
             if name.endswith(SEALED_SUFFIX) and not self._evals.get(path):
-                self._evals[path] = self._is_sound(path, evals_fault if self._check else parquet_fault)
+                self._evals[path] = self._is_sound(path, pages_fault if self._check else parquet_fault)
 
     def _list_run(self, run_id: str, news: News) -> Iterator[tuple[_Segment, Listing]]:
         """Yield the segments in which something may have changed, and their files."""
@@ -431,6 +434,10 @@ class Log:
             self._faults[path] = Damage(Path(path), offset, size_of(path), os.strerror(error.errno or 0))
             return None
         self._faults.pop(path, None)
+        if raw.torn_bytes and not segment.ended and time.time() - modified_s(path) > _QUIET_S:
+            # Nobody is about to write the rest. If all of it is there and fails its check, something was lost.
+            lost = read_raw_part(Path(path), offset=raw.next_offset, live=False).damages
+            self._faults.update((path, damage) for damage in lost)
         earlier = self._damages.pop(path, ()) if offset else ()
         if damages := (*earlier, *raw.damages):
             self._damages[path] = damages

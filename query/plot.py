@@ -156,10 +156,11 @@ class _Scale:
 
     def y(self, value: float) -> float:
         value = math.log10(value) if self.log_y else value
-        return value / (self.high - self.low) - self.low / (self.high - self.low)
+        half = self.high / 2 - self.low / 2
+        return (value / 2 - self.low / 2) / half
 
     def y_label(self, part: float) -> str:
-        value = self.low + (self.high - self.low) * part
+        value = self.low * (1 - part) + self.high * part  # the difference of the two may be no number
         return f"{10**value if self.log_y else value:.4g}"
 
     def x_label(self, part: float) -> str:

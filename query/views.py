@@ -87,7 +87,7 @@ def connect(
     # Not in the current folder, which may be the root: made only when memory runs out.
     spill = Path(tempfile.gettempdir()) / f"llmtrack-{os.getpid()}"
     con.execute(f"SET temp_directory = {_literal(str(spill))}")
-    con.execute("SET TimeZone = 'UTC'")
+    con.execute("SET GLOBAL TimeZone = 'UTC'")  # of cursors too
     con.execute("CREATE SCHEMA log")
     for table, schema in (
         *((_table_name(name), pa.schema([*_KEYS, *SCHEMAS[name]])) for name in SMALL_TABLES),
@@ -111,14 +111,15 @@ def refresh(con: duckdb.DuckDBPyConnection) -> None:
         UsageError: The connection was not made by `connect`.
     """
     state = _state(con)
-    con.execute("BEGIN")
-    try:
-        take = (lambda rows: _insert(con, "open_points", rows)) if state.points else None
-        _apply(con, state, state.log.read(state.runs, take_points=take))
-        con.execute("COMMIT")
-    except BaseException:
-        con.execute("ROLLBACK")
-        raise
+    with con.cursor() as writing:  # of its own: the caller may be in the middle of reading a result
+        writing.execute("BEGIN")
+        try:
+            take = (lambda rows: _insert(writing, "open_points", rows)) if state.points else None
+            _apply(writing, state, state.log.read(state.runs, take_points=take))
+            writing.execute("COMMIT")
+        except BaseException:
+            writing.execute("ROLLBACK")
+            raise
 
 
 def set_aside(con: duckdb.DuckDBPyConnection, path: str, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 import shutil
 import struct
 from collections.abc import Sequence
@@ -284,6 +285,24 @@ def test_a_damaged_batch_is_reported_and_costs_only_itself(tmp_path: Path, folde
     writer.close()
     assert reader.read() == [1.0, 3.0, 4.0]
     assert len(reader.log.damages()) == 1
+
+
+def test_a_last_batch_that_fails_is_torn_until_nobody_can_be_writing_it(tmp_path: Path, folder: Path) -> None:
+    """While it may only not be visible as a whole yet it is no damage; minutes later it is, and heals if it was not."""
+    writer = append(folder, points(1, 2))
+    intact = writer.path.read_bytes()
+    writer.path.write_bytes(intact[:-9] + bytes([intact[-9] ^ 1]) + intact[-8:])
+    assert (Reader(tmp_path).read(), Log(tmp_path).damages()) == ([1.0], [])
+    os.utime(writer.path, (0, 0))
+    reader = Reader(tmp_path)
+    assert reader.read() == [1.0]
+    ((owner, damage),) = reader.log.damages()
+    assert (owner, damage.path, damage.end_byte) == (("a", 1), writer.path, len(intact))
+    writer.path.write_bytes(intact)
+    extend(writer, points(3, 3))
+    assert reader.read() == [1.0, 2.0, 3.0]
+    assert reader.log.damages() == []
+    writer.close(ended=False)
 
 
 def test_a_part_of_a_newer_format_is_reported_and_the_others_are_read(tmp_path: Path, folder: Path) -> None:
