@@ -18,6 +18,7 @@ _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "show": ("llmtrack.query.cli", "show", "Show one run as a tree."),
     "sql": ("llmtrack.query.cli", "sql", "Run one SQL statement over the views of a root."),
     "plot": ("llmtrack.query.cli", "plot", "Draw metrics of one run in the terminal."),
+    "best": ("llmtrack.query.cli", "best", "Rank checkpoints by an evaluation."),
     "verify": ("llmtrack.writer.cli", "verify_root", "Check every file of a root."),
     "seal": ("llmtrack.writer.cli", "seal", "Turn what killed writers left open into Parquet."),
     "id": ("llmtrack.writer.cli", "new_id", "Print a new run id."),

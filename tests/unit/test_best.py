@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import duckdb
 import pytest
 
+from llmtrack import __main__ as program
 from llmtrack.query.best import Ranking, best
 from llmtrack.query.views import connect, refresh
 from llmtrack.writer.checkpoint import checkpoint_id
@@ -154,3 +156,53 @@ def test_the_name_it_has_as_a_metric_will_do(root: Root) -> None:
     """In a tracker an evaluation is called eval/<task>/<metric>."""
     root.log("a", 100, 0.5)
     assert len(root.best("eval/hellaswag/acc").rows) == 1
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    """Run `llmtrack best`, and return its exit status and what it printed."""
+    with pytest.raises(SystemExit) as ended:
+        program.main(["best", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, out, err
+
+
+def test_the_command_prints_a_table_and_its_doubts(root: Root, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best first, with a checkpoint id to paste; doubts and what was left out are on standard error."""
+    root.log("a", 100, 0.5, harness="lm-eval", harness_version="0.4.9", prompt_hash="config-0123456789abcdef")
+    root.log("b", 100, 0.625, harness="lm-eval", harness_version="0.4.13", stderr={"acc": 0.0123})
+    root.log("a", 300, 0.9)
+    status, out, err = call(capsys, "hellaswag/acc", "--root", root.path)
+    head, _, first, second = (line.split() for line in out.strip().splitlines())
+    assert status == 0
+    assert head[:5] == ["VALUE", "RUN", "TOKENS", "STEP", "CHECKPOINT"]
+    assert first[:6] == ["0.625", "b", "100", "10", root.ids["b", 100], "0.012"]
+    assert second[:5] == ["0.5", "a", "100", "10", root.ids["a", 100]]
+    assert "config-0123456" in second
+    assert "warning: measured with different harnesses" in err
+    assert "left out: 1 of superseded checkpoints" in err
+    _, out, err = call(capsys, "hellaswag/acc", "--root", root.path, "--superseded")
+    assert "left out" not in err
+    assert out.strip().splitlines()[2].split()[:3] == ["0.9", "a", "300"]
+
+
+def test_the_command_prints_rows(root: Root, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --json the rows have the names of the view's columns."""
+    root.log("a", 100, math.nan)
+    status, out, _ = call(capsys, "hellaswag/acc", "a", "--root", root.path, "--lower-is-better", "--json")
+    (row,) = json.loads(out)
+    assert status == 0
+    assert (row["run_id"], row["value"], row["task"], row["metric"]) == ("a", "NaN", "hellaswag", "acc")
+    assert row.keys() >= {"stderr", "tokens", "step", "ckpt_id", "harness", "prompt_hash", "superseded_by", "matched"}
+
+
+def test_the_command_says_when_nothing_is_left(root: Root, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only superseded checkpoints: no table, and how to see them; an unknown name or run is wrong usage."""
+    root.log("a", 300, 0.9)
+    status, out, err = call(capsys, "hellaswag/acc", "--root", root.path)
+    assert (status, out) == (0, "")
+    assert "--superseded ranks them" in err
+    for arguments in (("nothing/acc",), ("hellaswag/acc", "nobody")):
+        status, out, err = call(capsys, *arguments, "--root", root.path)
+        assert (status, out) == (1, "")
+        assert "try:" in err
