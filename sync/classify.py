@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import duckdb
 
 _BATCH_ROWS: Final = 2048  # DuckDB's own unit; after a crash as many are sent again
-_MEMORY: Final = "1GB"  # beyond it DuckDB sorts on disk
+_MEMORY: Final = "512MB"  # beyond it DuckDB sorts on disk
 
 _PART: Final = (
     f"CASE WHEN superseded_by IS NOT NULL THEN '{SUPERSEDED}' WHEN settled THEN '{CANONICAL}' ELSE '{PROVISIONAL}' END"
@@ -97,7 +97,7 @@ class LoggedRun:
 
 
 def bound_memory(con: duckdb.DuckDBPyConnection) -> None:
-    """Let DuckDB sort on disk what does not fit into a gigabyte."""
+    """Let DuckDB sort on disk what does not fit into half a gigabyte."""
     con.execute(f"SET memory_limit = '{_MEMORY}'")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -13,11 +11,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 try:
     import click
 except ModuleNotFoundError as error:  # the base install is for trainers, and has no commands
-    raise SystemExit(
-        f"llmtrack-sync: {error.name} is not installed\n  try: pip install 'llmtrack-log[mlflow]'"
-    ) from None
+    raise SystemExit(f"error: {error.name} is not installed\n  try: pip install 'llmtrack-log[mlflow]'") from None
 
-from llmtrack.writer.errors import LlmtrackError, RetryableSinkError, UsageError
+from llmtrack.query.console import EXIT_DAMAGED, EXIT_OK, EXIT_USAGE, run, say, to_json
+from llmtrack.writer.errors import RetryableSinkError, UsageError
 
 from . import cursor
 from .sink import sink_class
@@ -25,11 +22,8 @@ from .sink import sink_class
 if TYPE_CHECKING:
     import duckdb
 
-EXIT_USAGE: Final = 1  # also authentication
 EXIT_INCOMPLETE: Final = 2
 EXIT_UNREACHABLE: Final = 3
-EXIT_DAMAGED: Final = 4
-EXIT_INTERRUPTED: Final = 130
 
 _VERIFIED: Final = {
     "full": "every point read back and compared",
@@ -90,13 +84,13 @@ _VERIFIED: Final = {
 @click.option("--json", "as_json", is_flag=True, help="Print an array with one row per run.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("-v", "--verbose", is_flag=True, help="Print every run as it is done, and every wait.")
-def command(**options: Any) -> None:
+def command(**options: Any) -> int:
     """Replay the runs in ROOT into a tracker: each point once, at its time, read back and compared.
 
     Settled points go into one run per training run. What a restart left behind, and what lies beyond the newest
     checkpoint, goes into side runs of their own.
     """
-    sys.exit(_sync(**options))
+    return _sync(**options)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -105,19 +99,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     Args:
         args: Instead of those of the process.
     """
-    try:
-        command(args, standalone_mode=False)
-    except LlmtrackError as error:
-        click.echo(f"llmtrack-sync: {error}", err=True)
-        sys.exit(EXIT_USAGE)
-    except click.ClickException as error:
-        usage = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "llmtrack-sync"
-        click.echo(f"llmtrack-sync: {error.format_message()}\n  try: {usage} --help", err=True)
-        sys.exit(EXIT_USAGE)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("llmtrack-sync: interrupted; what was accepted is remembered, and the next sync goes on", err=True)
-        sys.exit(EXIT_INTERRUPTED)
-    sys.exit(0)
+    run(command, args, prog_name="llmtrack-sync")
 
 
 def _sync(
@@ -148,7 +130,7 @@ def _sync(
         runs, known = once.select(job, pattern)
         damages = log.execute("SELECT path, first_byte, end_byte, reason FROM damages").fetchall()
         for path, first, end, reason in damages:
-            click.echo(f"damaged: {path}: bytes {first} to {end}: {reason}", err=True)
+            say(f"damaged: {path}: bytes {first} to {end}: {reason}")
         if dry_run:
             outcome = once.plan(job, runs)
         else:
@@ -156,22 +138,25 @@ def _sync(
                 quiet=quiet, verbose=verbose, tell_errors=quiet or as_json, tracker=sink.tracker
             ) as console:
                 outcome = once.replay_all(job, runs, known, console)
+    except KeyboardInterrupt:
+        say("what the tracker accepted is remembered: the next sync goes on there")
+        raise
     finally:
         sink.close()
         log.close()
     if not runs and not (as_json or quiet):
         click.echo(f"there are no runs in {root}")
     elif as_json:
-        click.echo(json.dumps(show.rows(outcome), indent=2))
+        click.echo(to_json(show.rows(outcome)))
     elif not quiet:
         seconds = time.monotonic() - began
         click.echo(show.summary(outcome, seconds, sink.look, would=dry_run, verified=_VERIFIED[verify]))
     if outcome.stopped_by is not None:
-        click.echo(f"llmtrack-sync: {outcome.stopped_by}", err=True)
+        say(f"error: {outcome.stopped_by}")
         return EXIT_UNREACHABLE if isinstance(outcome.stopped_by, RetryableSinkError) else EXIT_USAGE
     if any(report.error for report in outcome.reports):
         return EXIT_INCOMPLETE
-    return EXIT_DAMAGED if damages else 0
+    return EXIT_DAMAGED if damages else EXIT_OK
 
 
 def _open_log(root: Path, pattern: str | None) -> duckdb.DuckDBPyConnection:

@@ -201,7 +201,9 @@ def _replay_each(
             report.error, stop = "the tracker does not answer any more", error
         except RejectedError as error:
             report.error, stop = str(error), error if error.run_id is None else None
-        except Exception as error:  # noqa: BLE001 - the end of the loop over runs: the others must not suffer
+        except Exception as error:
+            if isinstance(error, RuntimeError) and "Query interrupted" in str(error):
+                raise KeyboardInterrupt from error  # what DuckDB makes of Ctrl-C
             report.error = str(error) if isinstance(error, LlmtrackError) else f"{type(error).__name__}: {error}"
         outcome.reports.append(report)
         listener.ended(report)

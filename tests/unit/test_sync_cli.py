@@ -113,7 +113,7 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(root: Path, elsewhere
         call, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": _checkout()}
     )
     assert done.returncode == 1
-    assert done.stderr.lower().startswith(f"llmtrack-sync: {missing}")
+    assert done.stderr.lower().startswith(f"error: {missing}")
     assert "pip install 'llmtrack-log[mlflow]'" in done.stderr
     assert "Traceback" not in done.stderr
     assert written(elsewhere) == []
