@@ -55,3 +55,27 @@ def test_a_folder_that_cannot_be_synced_because_it_is_missing_is_an_error(tmp_pa
     """Only a file system without fsync for folders is forgiven."""
     with pytest.raises(FileNotFoundError):
         sync_folder(tmp_path / "gone")
+
+
+def test_a_file_system_without_fsync_for_folders_is_forgiven() -> None:
+    """procfs answers EINVAL, as some network file systems do."""
+    folder = Path("/proc")
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    sync_folder(folder)
+
+
+def test_a_file_that_fails_its_check_does_not_appear(tmp_path: Path) -> None:
+    """The check sees the whole file under its temporary name; what it raises comes through."""
+
+    def refuse(temporary: Path) -> None:
+        assert temporary.read_bytes() == b"1"
+        raise RuntimeError("does not read back")
+
+    with pytest.raises(RuntimeError, match="does not read back"):
+        publish(tmp_path / "x", b"1", check=refuse)
+    assert list(tmp_path.iterdir()) == []
