@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_synced_because_it_is_missing_is_an_error(tmp_pa
 
 
 def test_a_file_system_without_fsync_for_folders_is_forgiven() -> None:
-    """procfs answers EINVAL, as some network file systems do."""
+    """That of /proc answers EINVAL, as some network file systems do."""
     folder = Path("/proc")
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
