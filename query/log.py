@@ -20,6 +20,7 @@ from llmtrack.writer.format import (
     HEARTBEAT,
     PART_FILE,
     RUN_FOLDER,
+    SCHEMAS,
     SEALED_SUFFIX,
     SEGMENT_FOLDER,
     part_name,
@@ -123,6 +124,7 @@ class _Found:
     """One open part that was read; its rows from `before_seq` on stand in a later part again."""
 
     segment: _Segment
+    table: str
     part: int
     raw: RawPart
     before_seq: int | None = None
@@ -345,7 +347,7 @@ class Log:
             segment.open[table, part] = _Progress()
             if raw is not None:
                 segment.open[table, part].size = raw.next_offset + raw.torn_bytes
-                yield _Found(segment, part, raw, before_seq)
+                yield _Found(segment, table, part, raw, before_seq)
                 before_seq = _lower(before_seq, raw.first_seq)
 
     def _decode_small(self, table: str, found: Sequence[_Found], news: News) -> None:
@@ -413,7 +415,7 @@ class Log:
                 progress.first_seq = _lower(progress.first_seq, raw.first_seq)
                 progress.last_seq = max(progress.last_seq, -1 if raw.last_seq is None else raw.last_seq)
                 if raw.messages:
-                    found.append(_Found(segment, part, raw, before_seq))
+                    found.append(_Found(segment, "metrics", part, raw, before_seq))
             before_seq = _lower(before_seq, progress.first_seq)
         return found
 
@@ -481,7 +483,7 @@ class Log:
                 for one, piece in zip(found, pieces, strict=True)
             ]
             rows, counts = pa.concat_tables(pieces), [len(piece) for piece in pieces]
-        rows = rows.combine_chunks()
+        rows = _in_columns(rows.combine_chunks(), SCHEMAS[found[0].table])
         filled = [(one, count) for one, count in zip(found, counts, strict=True) if count]
         ends = pa.array(itertools.accumulate(count for _, count in filled), pa.int64())
         for index, (name, values) in enumerate(
@@ -494,6 +496,16 @@ class Log:
             column = pc.run_end_decode(pa.RunEndEncodedArray.from_arrays(ends, values))
             rows = rows.add_column(index, pa.field(name, values.type), column)
         return rows, filled
+
+
+def _in_columns(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return rows in the columns that we know: one that was not yet written is null, one not yet known is left out."""
+    if rows.column_names == schema.names:
+        return rows
+    columns = [
+        rows[column.name] if column.name in rows.column_names else pa.nulls(len(rows), column.type) for column in schema
+    ]
+    return pa.table(columns, schema=schema)
 
 
 def _has_changed(segment: _Segment, listing: Listing, table: str, part: int) -> bool:

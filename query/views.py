@@ -243,10 +243,8 @@ def _delete(
 
 def _with_rows(con: duckdb.DuckDBPyConnection, rows: pa.Table, statement: str) -> None:
     con.register("llmtrack_rows", rows)
-    try:
-        con.execute(statement)
-    finally:
-        con.unregister("llmtrack_rows")
+    con.execute(statement)
+    con.unregister("llmtrack_rows")
 
 
 def _literal(value: str | Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from llmtrack.query.log import Log, News
 from llmtrack.writer.errors import UsageError
 from llmtrack.writer.format import SCHEMAS, part_name, segment_folder
 from llmtrack.writer.seal import seal_part
-from llmtrack.writer.stream import PartWriter, encode_head
+from llmtrack.writer.stream import PartWriter, _check, _sign, encode_batch, encode_head
 from tests.handmade import DAY, write_heartbeat, write_part, write_segment
 from tests.oracle import Point, Segment
 
@@ -316,6 +316,25 @@ def test_a_part_of_a_newer_format_is_reported_and_the_others_are_read(tmp_path: 
     ((owner, damage),) = reader.log.damages()
     assert owner == ("b", 1)
     assert "format 99" in damage.reason
+
+
+def test_columns_that_came_and_went_are_no_damage(tmp_path: Path) -> None:
+    """A part of an older llmtrack has a column less, one of a newer has one more: null, and left out."""
+    for number, schema in (
+        (1, SCHEMAS["checkpoints"].remove(6)),
+        (2, SCHEMAS["checkpoints"].append(pa.field("new", pa.string()))),
+    ):
+        segment = write_segment(tmp_path, Segment("b", number))
+        row = {"seq": 5, "time": DAY, "step": 1, "tokens": 9, "ckpt_id": "c", "path": "p", "bytes": 7, "new": "x"}
+        batch = pa.RecordBatch.from_pylist([{key: row[key] for key in schema.names}], schema=schema)
+        metadata = {"llmtrack.format": "1", "llmtrack.check": _check(0, 0)}
+        head = _sign(bytearray(schema.with_metadata(metadata).serialize().to_pybytes()), 0, 0)
+        (segment / part_name("checkpoints", 1)).write_bytes(head + encode_batch(batch, 5, 5))
+    reader = Reader(tmp_path)
+    reader.read()
+    rows = [row for table in reader.news.rows["checkpoints"] for row in table.to_pylist()]
+    assert [(row["segment"], row["ckpt_id"], row["bytes"]) for row in rows] == [(1, "c", None), (2, "c", 7)]
+    assert reader.log.damages() == []
 
 
 def test_a_part_that_cannot_be_opened_is_reported_until_it_can(tmp_path: Path, folder: Path) -> None:
