@@ -73,6 +73,7 @@ class LoggedRun:
         status: running, finished, failed or killed.
         fork: What its first segment starts from, by name: `segment`, `tokens`, `ckpt`, `reason`, `recipe_diff`.
         settled_to: Tokens of the newest checkpoint on the path, or of the head's start if that is higher.
+        segments: Those whose start record can be read.
         parts: By kind and segment.
     """
 
@@ -115,7 +116,9 @@ def read_runs(con: duckdb.DuckDBPyConnection) -> list[LoggedRun]:
         "SELECT run_id, project, run_name, parent_run, fork_reason, status, epoch_ms(first_time), epoch_ms(last_time)"
         " FROM runs ORDER BY run_id"
     ).fetchall():
-        rows = [row for row in segments.get(run_id, []) if row["start_ms"] is not None]  # else its start is lost
+        rows = [row for row in segments.get(run_id, []) if row["start_ms"] is not None]
+        if not rows and run_id not in parts:
+            continue  # a folder that was claimed a moment ago
         first: dict[str, Any] = rows[0] if rows else {}
         head_start = rows[-1]["start_tokens"] if rows else None
         forked: dict[str, Any] = next((row for row in rows if parent is not None and row["from_run"] == parent), {})

@@ -7,7 +7,8 @@ from typing import Final
 from .classify import LoggedRun, Segment, Stretch
 from .sink import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED, RunSpec
 
-_NOTE_SEGMENTS: Final = 30
+_NOTE_SEGMENTS: Final = 30  # a note has room for 8000 characters in MLflow
+_NOTE_TEXT_CHARS: Final = 2000
 _LARGE_TOKENS: Final = 10_000_000  # from here on nobody counts digits
 
 
@@ -135,9 +136,10 @@ def _note(run: LoggedRun) -> str:
             + (f", segment {run.fork['segment']}" if "segment" in run.fork else "")
             + (f", at {run.fork['tokens']} tokens" if "tokens" in run.fork else "")
             + (f" ({run.fork['reason']})" if "reason" in run.fork else "")
-            + (f". Changed: `{run.fork['recipe_diff']}`" if "recipe_diff" in run.fork else "")
             + "."
         )
+        if "recipe_diff" in run.fork:
+            lines.append(_in_a_note("Changed", run.fork["recipe_diff"]))
     shown = run.segments[-_NOTE_SEGMENTS:]
     lines.append(
         "| segment | from tokens | ended | host | ranks |\n|---|---|---|---|---|\n"
@@ -146,6 +148,10 @@ def _note(run: LoggedRun) -> str:
     if len(shown) < len(run.segments):
         lines.append(f"Earlier segments: {len(run.segments) - len(shown)}.")
     return "\n\n".join(lines)
+
+
+def _in_a_note(title: str, text: str) -> str:
+    return f"{title}: `{text}`" if len(text) <= _NOTE_TEXT_CHARS else f"{title}: {len(text)} characters, see the tags."
 
 
 def _row(segment: Segment) -> str:

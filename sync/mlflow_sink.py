@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _BATCH_METRICS: Final = 1000  # the API refuses more
 _LANES: Final = 4  # over HTTP the client encodes while the server inserts; more than four gain nothing
 _PAGE_METRICS: Final = 5_000  # read back at once: 3 MB of MLflow's objects
+_NAME_CHARS: Final = 250
 _PAGE_RUNS: Final = 500
 _SINGLE_SEARCHES: Final = 20  # above it, one search for all runs of an experiment is cheaper
 
@@ -92,7 +93,7 @@ class MlflowSink:
         tags.pop(_DESCRIBED, None)  # not before the parameters are there
         with mlflow_client.translated(self._uri, spec.run_id):
             native = self._client.create_run(
-                self._experiment(spec.project), start_time=spec.start_ms, tags=tags, run_name=spec.name
+                self._experiment(spec.project), start_time=spec.start_ms, tags=tags, run_name=_name(spec)
             )
         return self.update(_ours(self._tracker_run(native)), spec)
 
@@ -101,7 +102,7 @@ class MlflowSink:
         native: Run = run.native
         tags = _tags(spec) | self._note(native, spec)
         changed = {key: value for key, value in tags.items() if native.data.tags.get(key) != value}
-        renamed = spec.kind != CANONICAL and native.info.run_name != spec.name  # a user may rename the curve itself
+        renamed = spec.kind != CANONICAL and native.info.run_name != _name(spec)  # a user may rename the curve itself
         status = _STATUS[spec.status]
         ended = status != "RUNNING" and spec.end_ms is not None and native.info.end_time != spec.end_ms
         if not (changed or renamed or ended or native.info.status != status):
@@ -110,7 +111,7 @@ class MlflowSink:
             if changed:
                 self._describe(run.ref, spec, changed)
             if renamed:
-                self._client.update_run(run.ref, name=spec.name)
+                self._client.update_run(run.ref, name=_name(spec))
             if status == "RUNNING":
                 self._client.update_run(run.ref, status=status)
             elif ended or native.info.status != status:
@@ -239,6 +240,8 @@ def _tags(spec: RunSpec) -> dict[str, str]:
         tags[_PARENT] = spec.parent
     if spec.kind in _COLOR:
         tags["mlflow.runColor"] = _COLOR[spec.kind]
+    if len(spec.name) > _NAME_CHARS:
+        tags |= text_tags("llmtrack.run_name", spec.name)
     for key, value in spec.facts.items():
         tags.update(text_tags(f"llmtrack.{key}", value))
     if "git_commit" in spec.facts:
@@ -246,6 +249,11 @@ def _tags(spec: RunSpec) -> dict[str, str]:
     if spec.config or spec.recipe:
         tags[_DESCRIBED] = _digest(json.dumps([spec.config, spec.recipe], sort_keys=True))
     return tags
+
+
+def _name(spec: RunSpec) -> str:
+    """Return what MLflow has room for; the whole name is a tag."""
+    return spec.name if len(spec.name) <= _NAME_CHARS else f"{spec.name[: _NAME_CHARS - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _digest(text: str) -> str:

@@ -223,6 +223,11 @@ def _replay_run(
 ) -> None:
     if isinstance(there, RejectedError):
         raise there
+    if not run.segments:
+        raise LlmtrackError(
+            "no start record of this run can be read, so neither its project nor its path is known",
+            hint=f"llmtrack verify --root {job.root}",
+        )
     path = job.cursor_path(run)
     with cursor.lock(path) as is_ours:
         if not is_ours:

@@ -134,6 +134,7 @@ class Replay:
         self._progress = progress
         self._parent = parent
         self._generation = 1
+        self._has_changed = False
         self._retired: list[TrackerRun] = []
         self.report = report
 
@@ -162,6 +163,7 @@ class Replay:
             if target.run is None:
                 target.run = self._find_or_create(self._spec(target, canonical))
             if not target.verified:
+                self._has_changed = True
                 self._fill(target)
                 self._verify(target)
         self._finish(canonical, sides)
@@ -229,6 +231,7 @@ class Replay:
             target.verified = held.newest is not None and target.is_complete()
             return True
         comparison = self._compare(target, run)
+        self._has_changed = True
         difference = comparison.difference(lambda: self._points.others(target))
         if difference.misplaced:
             return False
@@ -281,7 +284,9 @@ class Replay:
         return describe.side_spec(self._run, target.kind, stretch, self._generation, canonical.there.ref)
 
     def _update(self, run: TrackerRun, spec: RunSpec) -> TrackerRun:
-        return self._call(lambda: self._sink.update(run, spec))
+        updated = self._call(lambda: self._sink.update(run, spec))
+        self._has_changed |= updated is not run
+        return updated
 
     def _call(self, function: Callable[[], T]) -> T:
         return self._patience.call(function)
@@ -422,6 +427,9 @@ class Replay:
         """Bring status and names up to date, delete what was replaced, and remember what the tracker now tells."""
         for target in [canonical, *sides]:
             target.run = self._update(target.there, self._spec(target, canonical))
+        self.report.ref, self.report.url = canonical.there.ref, canonical.there.url
+        if not self._has_changed and not self._retired:
+            return
         for run in self._retired:
             self._call(lambda run=run: self._sink.delete(run))  # type: ignore[misc]
             self.report.deleted += 1
@@ -433,4 +441,3 @@ class Replay:
         newest = {run.ref: newest_digest(run) for run in there}
         for target in [canonical, *sides]:
             self._remember(target, target.marks, newest.get(target.there.ref))
-        self.report.ref, self.report.url = canonical.there.ref, canonical.there.url

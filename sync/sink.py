@@ -169,7 +169,7 @@ class Sink(Protocol):
         ...
 
     def update(self, run: TrackerRun, spec: RunSpec) -> TrackerRun:
-        """Make a run what the spec says, and send only what differs."""
+        """Make a run what the spec says, and send only what differs; the same object comes back when nothing did."""
         ...
 
     def prepare(self, run: TrackerRun, names: Iterable[str]) -> dict[str, str]:

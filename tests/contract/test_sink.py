@@ -269,6 +269,15 @@ def test_the_whole_configuration_arrives(local: Bench) -> None:
     assert run.tags[f"llmtrack.name.{mapped}"] == "lr@peak"
 
 
+def test_long_names_are_whole_in_a_tag(local: Bench) -> None:
+    """MLflow has room for 250 characters of a run's name."""
+    local.log.segment(run_name="n" * 300).train(0, 50).checkpoint(50)
+    local.sync()
+    assert local.only("canonical").tag("run_name") == "n" * 300
+    assert local.only("canonical").name.startswith("n" * 249)
+    assert local.sync()[0]["points_sent"] == 0
+
+
 def test_a_lost_cursor_costs_a_comparison_and_no_point(bench: Bench) -> None:
     """Without its state the sync finds the runs by their tags, sees that nothing is lacking, and sends nothing."""
     bench.log.segment().train(0, 2000).checkpoint(1000)
@@ -389,6 +398,16 @@ def test_a_damaged_part_costs_its_points_and_no_other_run(local: Bench) -> None:
     local.sync(expect=4)
     assert local.only("canonical", "well").points == points(local.rows("well"), lambda _: True)
     assert set(Counter(tokens for _, tokens, *_ in local.only("canonical", "hurt").points)) == set(range(110, 201, 10))
+
+
+def test_a_run_without_a_readable_start_is_incomplete(local: Bench) -> None:
+    """Neither its project nor its path is known: it is named, and the others are sent."""
+    lost = local.log.segment("lost").train(0, 100)
+    (lost.folder / "segments-00001.arrows").unlink()
+    local.log.segment("well").train(0, 100).checkpoint(100)
+    rows = {row["run_id"]: row for row in local.sync(expect=2)}
+    assert "start record" in rows["lost"]["error"]
+    assert local.only("canonical", "well").points == points(local.rows("well"), lambda _: True)
 
 
 def test_a_sealed_part_with_a_flipped_byte_never_reaches_the_tracker(local: Bench) -> None:

@@ -112,7 +112,7 @@ class MemorySink:
         self.works_first = False
         self.error: BaseException = Killed()
         self.forgets = 0
-        self.read_back = 0
+        self.read_back = self.lists = 0
 
     def open(self) -> None:
         """Contact the tracker."""
@@ -122,6 +122,7 @@ class MemorySink:
 
     def list_runs(self, project: str, run_ids: Sequence[str]) -> list[TrackerRun]:
         """Return every run that is not deleted."""
+        self.lists += 1
         return [
             self._tracker_run(ref)
             for ref, run in self.runs.items()
@@ -138,9 +139,10 @@ class MemorySink:
     def update(self, run: TrackerRun, spec: RunSpec) -> TrackerRun:
         """Make a run what the spec says."""
         old = self.runs[run.ref].spec
-        if replace(spec, config=old.config, recipe=old.recipe, note=old.note) != old:
-            with self._failing(f"update {old.kind} {spec.kind}"):
-                self.runs[run.ref].spec = spec
+        if replace(spec, config=old.config, recipe=old.recipe, note=old.note) == old:
+            return run
+        with self._failing(f"update {old.kind} {spec.kind}"):
+            self.runs[run.ref].spec = spec
         return self._tracker_run(run.ref)
 
     def prepare(self, run: TrackerRun, names: Iterable[str]) -> dict[str, str]:
@@ -303,9 +305,9 @@ def test_the_tracker_follows_the_log(tmp_path: Path) -> None:
     for log in story():
         assert not sync(log, sink, tmp_path).stopped_by
         check(log, sink)
-        calls = len(sink.calls)
+        calls, lists, read_back = len(sink.calls), sink.lists, sink.read_back
         outcome = sync(log, sink, tmp_path)
-        assert len(sink.calls) == calls
+        assert (len(sink.calls), sink.lists, sink.read_back) == (calls, lists + 1, read_back)
         assert all(not any(report.sent.values()) for report in outcome.reports)
 
 
