@@ -20,6 +20,7 @@ _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "plot": ("llmtrack.query.cli", "plot", "Draw metrics of one run in the terminal."),
     "best": ("llmtrack.query.cli", "best", "Rank checkpoints by an evaluation."),
     "verify": ("llmtrack.writer.cli", "verify_root", "Check every file of a root."),
+    "adopt": ("llmtrack.writer.cli", "adopt_run", "Join a run to the place it really started from."),
     "seal": ("llmtrack.writer.cli", "seal", "Turn what killed writers left open into Parquet."),
     "id": ("llmtrack.writer.cli", "new_id", "Print a new run id."),
     "ckpt-id": ("llmtrack.writer.cli", "ckpt_id", "Print the id of a checkpoint."),

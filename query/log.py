@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from llmtrack.writer.errors import CorruptSegmentError, FormatError, UsageError
 from llmtrack.writer.format import (
+    ADOPTION_FOLDER,
     EVALS_FOLDER,
     HEARTBEAT,
     PART_FILE,
@@ -27,6 +28,7 @@ from llmtrack.writer.format import (
 )
 from llmtrack.writer.stream import Damage, RawPart, decode_parts, read_raw_part
 
+from .columns import to_column
 from .files import (
     VANISHED,
     Listing,
@@ -235,8 +237,7 @@ class Log:
         wanted, done = set(there if runs is None else runs), set[str]()
         while wanted:
             new = [pair for run_id in sorted(wanted) for pair in self._list_run(run_id, news)]
-            for table in SMALL_TABLES:
-                self._read_small(table, new, news)
+            self._read_small(new, news)
             listed += new
             done |= wanted
             wanted = {parent for run_id in wanted for parent in self._parents[run_id]} & there - done
@@ -283,13 +284,16 @@ class Log:
         names = list_names(folder)
         if EVALS_FOLDER in names:
             self._list_evals(f"{folder}/{EVALS_FOLDER}")
-        numbers = sorted(int(match[1]) for name in names if (match := SEGMENT_FOLDER.fullmatch(name)))
+        folders = {int(match[1]): name for name in names if (match := SEGMENT_FOLDER.fullmatch(name))}
+        # Records of adoptions are read like segments, and numbered downwards so that they are none.
+        folders |= {-int(match[1]): name for name in names if (match := ADOPTION_FOLDER.fullmatch(name))}
+        numbers = sorted(folders)
         if not numbers and run_id not in self._runs:
             return
         segments = self._runs.setdefault(run_id, {})
         for number in numbers:
             if number not in segments:
-                segments[number] = _Segment(run_id, number, f"{folder}/segment={number:05d}")
+                segments[number] = _Segment(run_id, number, f"{folder}/{folders[number]}")
         self._forget(run_id, numbers, news)
         for number in numbers:
             segment = segments[number]
@@ -322,19 +326,27 @@ class Log:
 
     # Reading
 
-    def _read_small(self, table: str, listed: Iterable[tuple[_Segment, Listing]], news: News) -> None:
-        """Read one small table of the segments in which it is new or has grown, from its beginning."""
-        found: list[_Found] = []
+    def _read_small(self, listed: Iterable[tuple[_Segment, Listing]], news: News) -> None:
+        """Read the small tables of the segments in which they are new or have grown, from their beginning."""
+        by_table: dict[str, list[tuple[_Segment, dict[int, str]]]] = {table: [] for table in SMALL_TABLES}
         for segment, listing in listed:
-            parts = sorted((part for name, part in listing.open if name == table), reverse=True)
-            if any(_has_changed(segment, listing, table, part) for part in parts):
-                if any((table, part) in segment.open for part in parts):
+            parts: dict[str, dict[int, str]] = defaultdict(dict)
+            for (table, part), path in sorted(listing.open.items(), reverse=True):
+                if table in by_table:
+                    parts[table][part] = path
+            for table, paths in parts.items():
+                if any(_has_changed(segment, listing, table, part) for part in paths):
+                    by_table[table].append((segment, paths))
+        for table, changed in by_table.items():
+            found: list[_Found] = []
+            for segment, paths in changed:
+                if any((table, part) in segment.open for part in paths):
                     news.replaced[table].add(segment.key)
-                found += self._read_small_parts(segment, table, {part: listing.open[table, part] for part in parts})
-            if len(found) >= _DECODE_PARTS:
-                self._decode_small(table, found, news)
-                found = []
-        self._decode_small(table, found, news)
+                found += self._read_small_parts(segment, table, paths)
+                if len(found) >= _DECODE_PARTS:
+                    self._decode_small(table, found, news)
+                    found = []
+            self._decode_small(table, found, news)
 
     def _read_small_parts(self, segment: _Segment, table: str, paths: Mapping[int, str]) -> Iterator[_Found]:
         """Yield the parts of a small table in one segment, the last one first."""
@@ -426,7 +438,7 @@ class Log:
             FileNotFoundError: It was sealed, or deleted, meanwhile.
         """
         try:
-            raw = read_raw_part(Path(path), offset=offset, live=not segment.ended)
+            raw = read_raw_part(path, offset=offset, live=not segment.ended)
         except FormatError as error:  # of a newer version
             self._faults[path] = Damage(error.path, error.offset, size_of(path), error.reason)
             return None
@@ -438,7 +450,7 @@ class Log:
         self._faults.pop(path, None)
         if raw.torn_bytes and not segment.ended and time.time() - modified_s(path) > _QUIET_S:
             # Nobody is about to write the rest. If all of it is there and fails its check, something was lost.
-            lost = read_raw_part(Path(path), offset=raw.next_offset, live=False).damages
+            lost = read_raw_part(path, offset=raw.next_offset, live=False).damages
             self._faults.update((path, damage) for damage in lost)
         earlier = self._damages.pop(path, ()) if offset else ()
         if damages := (*earlier, *raw.damages):
@@ -454,7 +466,7 @@ class Log:
         rows, counts = self._decode(found)
         if rows is None:
             return
-        last_rows = pa.array([end - 1 for end in itertools.accumulate(count for _, count in counts)], pa.int64())
+        last_rows = to_column([end - 1 for end in itertools.accumulate(count for _, count in counts)], pa.int64())
         places = rows.select(["time", "step", "tokens"]).take(last_rows).to_pylist()
         for (one, _), place in zip(counts, places, strict=True):
             one.segment.reach(Reached(place["time"], place["step"], place["tokens"]))
@@ -485,16 +497,16 @@ class Log:
             rows, counts = pa.concat_tables(pieces), [len(piece) for piece in pieces]
         rows = _in_columns(rows.combine_chunks(), SCHEMAS[found[0].table])
         filled = [(one, count) for one, count in zip(found, counts, strict=True) if count]
-        ends = pa.array(itertools.accumulate(count for _, count in filled), pa.int64())
+        ends = to_column(list(itertools.accumulate(count for _, count in filled)), pa.int64())
         for index, (name, values) in enumerate(
             (
-                ("run_id", pa.array([one.segment.run_id for one, _ in filled], pa.string())),
-                ("segment", pa.array([one.segment.number for one, _ in filled], pa.int64())),
-                ("part", pa.array([one.part for one, _ in filled], pa.int64())),
+                ("run_id", to_column([one.segment.run_id for one, _ in filled], pa.string())),
+                ("segment", to_column([one.segment.number for one, _ in filled], pa.int64())),
+                ("part", to_column([one.part for one, _ in filled], pa.int64())),
             )
         ):
-            column = pc.run_end_decode(pa.RunEndEncodedArray.from_arrays(ends, values))
-            rows = rows.add_column(index, pa.field(name, values.type), column)
+            repeated = pc.run_end_decode(pa.RunEndEncodedArray.from_arrays(ends, values))
+            rows = rows.add_column(index, pa.field(name, values.type), repeated)
         return rows, filled
 
 
@@ -505,7 +517,7 @@ def _in_columns(rows: pa.Table, schema: pa.Schema) -> pa.Table:
     columns = [
         rows[column.name] if column.name in rows.column_names else pa.nulls(len(rows), column.type) for column in schema
     ]
-    return pa.table(columns, schema=schema)
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _has_changed(segment: _Segment, listing: Listing, table: str, part: int) -> bool:

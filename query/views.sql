@@ -9,11 +9,35 @@
 
 -- ==== Where segments start and end ==================================================================================
 
+-- Adoptions are numbered -1, -2, ... among the segments of their run; of several of one segment the last one counts.
+CREATE OR REPLACE TABLE log.adoptions AS
+SELECT run_id, adopts AS segment, step, tokens, from_run, from_segment, from_ckpt, fork_reason
+FROM (
+    SELECT *, row_number() OVER (PARTITION BY run_id, adopts ORDER BY segment) AS choice
+    FROM log.records
+    WHERE phase = 'adopt'
+) a
+WHERE choice = 1;
+
 CREATE OR REPLACE TABLE log.starts AS
-SELECT run_id, segment, step AS start_step, tokens AS start_tokens, time AS start_time,
-       from_run, from_segment, from_run IS NULL OR from_segment IS NULL AS from_nowhere
-FROM log.records
-WHERE phase = 'start';
+SELECT run_id, segment, start_step, start_tokens, start_time, from_run, from_segment, from_ckpt, fork_reason,
+       from_run IS NULL OR from_segment IS NULL AS from_nowhere
+FROM (
+    SELECT r.run_id, r.segment, coalesce(a.step, r.step) AS start_step, coalesce(a.tokens, r.tokens) AS start_tokens,
+           r.time AS start_time, coalesce(a.from_run, r.from_run) AS from_run,
+           coalesce(a.from_segment, r.from_segment) AS from_segment,
+           CASE WHEN a.run_id IS NULL THEN r.from_ckpt ELSE a.from_ckpt END AS from_ckpt,
+           CASE WHEN a.run_id IS NULL THEN r.fork_reason ELSE a.fork_reason END AS fork_reason
+    FROM log.records r
+    LEFT JOIN log.adoptions a ON a.run_id = r.run_id AND a.segment = r.segment
+    WHERE r.phase = 'start'
+) s;
+
+-- The folders that are lifetimes of processes, and not records of adoptions.
+CREATE OR REPLACE TABLE log.lifetimes AS
+SELECT run_id, segment
+FROM log.folders
+WHERE segment > 0;
 
 CREATE OR REPLACE TABLE log.ends AS
 SELECT run_id, segment, step AS end_step, tokens AS end_tokens, time AS end_time, exit, detail, dropped
@@ -107,7 +131,7 @@ UNION ALL
 -- A segment whose start cannot be read is on no path either.
 SELECT f.run_id, f.segment, -9223372036854775808, 9223372036854775807,
        coalesce((SELECT min(k.segment) FROM log.starts k WHERE k.run_id = f.run_id AND k.segment > f.segment), f.segment), false
-FROM log.folders f
+FROM log.lifetimes f
 LEFT JOIN log.starts s ON s.run_id = f.run_id AND s.segment = f.segment
 WHERE s.run_id IS NULL;
 
@@ -181,7 +205,7 @@ WITH RECURSIVE back (run_id, segment, tokens, before_run, before_segment) AS (
 )
 SELECT b.run_id, b.segment, b.tokens, b.before_run, b.before_segment
 FROM back b
-JOIN log.folders f ON f.run_id = b.before_run AND f.segment = b.before_segment;
+JOIN log.lifetimes f ON f.run_id = b.before_run AND f.segment = b.before_segment;
 
 -- How far each segment is known to have come: its end, or the furthest of heartbeat, last point and last checkpoint.
 CREATE OR REPLACE TABLE log.progress AS
@@ -194,7 +218,7 @@ SELECT f.run_id, f.segment,
        coalesce(e.end_time, greatest(s.start_time, coalesce(r.time, s.start_time), coalesce(c.time, s.start_time)),
                 r.time) AS last_time,
        coalesce(e.dropped, r.dropped) AS dropped
-FROM log.folders f
+FROM log.lifetimes f
 LEFT JOIN log.starts s ON s.run_id = f.run_id AND s.segment = f.segment
 LEFT JOIN log.ends e ON e.run_id = f.run_id AND e.segment = f.segment
 LEFT JOIN log.reached r ON r.run_id = f.run_id AND r.segment = f.segment
@@ -283,10 +307,10 @@ WHERE e.choice = 1;
 CREATE OR REPLACE VIEW segments AS
 SELECT f.run_id, f.segment, s.start_step, s.start_tokens, e.end_step, e.end_tokens, s.start_time, e.end_time, e.exit, e.detail,
        g.dropped, g.last_step, g.last_tokens, g.last_time,
-       r.project, r.run_name, r.from_run, r.from_segment, r.from_ckpt, r.fork_reason,
+       r.project, r.run_name, s.from_run, s.from_segment, s.from_ckpt, s.fork_reason,
        r.recipe_hash, r.recipe, r.recipe_diff, r.config, r.git_commit, r.git_dirty, r.image_digest, r.nodes, r.world_size,
        r.host, r.pid, r.scheduler, r.flops, r.versions, s.run_id IS NOT NULL AS started
-FROM log.folders f
+FROM log.lifetimes f
 JOIN log.progress g ON g.run_id = f.run_id AND g.segment = f.segment
 LEFT JOIN log.starts s ON s.run_id = f.run_id AND s.segment = f.segment
 LEFT JOIN log.records r ON r.run_id = f.run_id AND r.segment = f.segment AND r.phase = 'start'

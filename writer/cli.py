@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import click
 
+from .adopt import adopt
 from .checkpoint import identify
 from .errors import UsageError
 from .evals import EvalFile, EvalValue, to_json, write_evals
@@ -130,6 +131,30 @@ def eval_import(file: Path, *, as_json: bool, **place: Any) -> None:
     _report(import_lm_eval(path=file, **place), place, as_json=as_json)
 
 
+@click.command("adopt", epilog=_example("llmtrack adopt continued-by-hand --from pretrain-7b --tokens 41943040"))
+@_root_option
+@click.argument("run_id", metavar="RUN")
+@click.option("--from", "from_run", required=True, metavar="RUN", help="The run that it really went on from.")
+@click.option("--tokens", type=int, required=True, help="Tokens seen up to the place.")
+@click.option("--from-segment", type=int, help="Default: the one whose curve it is at these tokens.")
+@click.option("--segment", type=int, help="The segment of RUN that starts there; default: its first.")
+@click.option("--step", type=int, help="Optimiser step at the place.")
+@_json_option
+def adopt_run(*, root: Path, as_json: bool, **place: Any) -> None:
+    """Join RUN to the place of another run that it really started from.
+
+    For a run that was started without the checkpoint's llmtrack record. A record is added, and none is edited; where
+    both have points, RUN's count beyond the place and the other's up to it. Adopting again replaces the place.
+    """
+    adoption = adopt(root, **place)
+    row = {**vars(adoption), "folder": str(adoption.folder)}
+    line = (
+        f"segment {adoption.segment} of {adoption.run_id} starts from segment {adoption.from_segment} of "
+        f"{adoption.from_run} at {adoption.tokens} tokens"
+    )
+    _print([row], [line], as_json=as_json)
+
+
 @click.command("seal", epilog=_example("llmtrack seal --root /shared/runs --run 'pretrain-7b-*'"))
 @_root_option
 @click.option("--run", "run", default="*", show_default=True, metavar="GLOB", help="Only runs whose id matches.")
@@ -198,7 +223,7 @@ def verify_root(context: click.Context, *, root: Path, deep: bool, as_json: bool
         context.exit(_DAMAGED)
 
 
-COMMANDS: Final[tuple[click.Command, ...]] = (new_id, ckpt_id, evaluation, seal, verify_root)
+COMMANDS: Final[tuple[click.Command, ...]] = (new_id, ckpt_id, evaluation, adopt_run, seal, verify_root)
 
 
 def _compact(details: str) -> str:

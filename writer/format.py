@@ -3,6 +3,7 @@
     ROOT/run_id=<run>/segment=00001/<table>-00001.arrows     a part that is, or was, appended to
     ROOT/run_id=<run>/segment=00001/<table>-00001.parquet    the same part, sealed
     ROOT/run_id=<run>/segment=00001/heartbeat.json
+    ROOT/run_id=<run>/adoption=00001/segments-00001.arrows   where a segment really starts, said later
     ROOT/run_id=<run>/evals/evals-<unique>.parquet
 
 Readers may know what is in this module and in `stream`, and nothing else of the writer. `docs/FORMAT.md` has the bytes.
@@ -27,6 +28,7 @@ EVALS_FOLDER: Final = "evals"
 
 RUN_FOLDER: Final = re.compile(r"run_id=([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 SEGMENT_FOLDER: Final = re.compile(r"segment=([0-9]{5,})")
+ADOPTION_FOLDER: Final = re.compile(r"adoption=([0-9]{5,})")
 PART_FILE: Final = re.compile(r"([a-z]+)-([0-9]{5,})\.(arrows|parquet)")
 _RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -39,7 +41,7 @@ SCHEMAS: Final[dict[str, pa.Schema]] = {
     for table, columns in {
         "metrics": [("name", pa.string()), ("value", pa.float64())],
         "segments": [
-            ("phase", pa.string()),  # start, end
+            ("phase", pa.string()),  # start, end, adopt
             ("project", pa.string()),
             ("run_name", pa.string()),
             ("from_run", pa.string()),  # the place it starts from; null: from nowhere
@@ -48,7 +50,7 @@ SCHEMAS: Final[dict[str, pa.Schema]] = {
             ("fork_reason", pa.string()),  # null, recipe, rollback, foreign, requested
             ("recipe_hash", pa.string()),
             ("recipe", pa.string()),  # JSON
-            ("recipe_diff", pa.string()),  # JSON: {key: [before, after]}; null when it is no recipe fork
+            ("recipe_diff", pa.string()),  # JSON: {key: [before, after]}; null when parent and child have the same
             ("config", pa.string()),  # JSON, secrets redacted
             ("git_commit", pa.string()),
             ("git_dirty", pa.bool_()),
@@ -63,6 +65,7 @@ SCHEMAS: Final[dict[str, pa.Schema]] = {
             ("exit", pa.string()),  # finished, preempted, failed, abandoned
             ("detail", pa.string()),
             ("dropped", pa.int64()),  # points
+            ("adopts", pa.int64()),  # in an adopt record: the segment whose place this is
         ],
         "checkpoints": [("ckpt_id", pa.string()), ("path", pa.string()), ("bytes", pa.int64())],
         "alerts": [
@@ -127,6 +130,11 @@ def run_folder(root: Path, run_id: str) -> Path:
 def segment_folder(root: Path, run_id: str, segment: int) -> Path:
     """Return the folder of one segment, numbered from 1."""
     return run_folder(root, run_id) / f"segment={segment:05d}"
+
+
+def adoption_folder(root: Path, run_id: str, adoption: int) -> Path:
+    """Return the folder of the record that says anew where a segment of a run starts, numbered from 1."""
+    return run_folder(root, run_id) / f"adoption={adoption:05d}"
 
 
 def part_name(table: str, part: int, suffix: str = OPEN_SUFFIX) -> str:

@@ -8,7 +8,7 @@ import operator
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -173,7 +173,7 @@ def open_segment(
     child_prefix = f"{_stem(ours)}-{reason}-" if ours and not goes_on else None
     target = ours if child_prefix is None else _child_to_continue(records, child_prefix, origin)
     target = _claim_run(root, target, child_prefix)
-    segment, folder = _claim_segment(root, target, max(records.segments(target), default=0) + 1)
+    segment, folder = claim_folder(segment_folder, root, target, max(records.segments(target), default=0) + 1)
     diff = _difference(on_record, current) if origin.run_id not in (None, target) else None
     if not goes_on:
         _log.warning("llmtrack: run %s goes on as %s: %s", ours, target, _because(reason, diff))
@@ -253,16 +253,26 @@ def _claim_run(root: Path, run_id: str | None, child_prefix: str | None) -> str:
         return run_id
 
 
-def _claim_segment(root: Path, run_id: str, segment: int) -> tuple[int, Path]:
-    """Make the folder of the next segment that is free: `mkdir` succeeds for one process only."""
+def claim_folder(folder_of: Callable[[Path, str, int], Path], root: Path, run_id: str, number: int) -> tuple[int, Path]:
+    """Make the folder of the first number that is free: `mkdir` succeeds for one process only.
+
+    Args:
+        folder_of: `segment_folder` or `adoption_folder`.
+        root: Root of the run.
+        run_id: The run.
+        number: Where to begin.
+
+    Raises:
+        OSError: The storage refused.
+    """
     while True:
-        folder = segment_folder(root, run_id, segment)
+        folder = folder_of(root, run_id, number)
         try:
             folder.mkdir()
         except FileExistsError:
-            segment += 1
+            number += 1
         else:
-            return segment, folder
+            return number, folder
 
 
 def _stem(run_id: str) -> str:

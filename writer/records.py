@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from .errors import FormatError, VersionError
-from .format import OPEN_SUFFIX, PART_FILE, RUN_FOLDER, SEGMENT_FOLDER, run_folder, segment_folder
+from .format import ADOPTION_FOLDER, OPEN_SUFFIX, PART_FILE, RUN_FOLDER, SEGMENT_FOLDER, run_folder, segment_folder
 from .path import BEFORE_ALL, UNBOUNDED, Start, path
 from .stream import read_part
 
 _log = logging.getLogger("llmtrack")
 
 _START_COLUMNS: Final = ("tokens", "from_run", "from_segment", "fork_reason", "recipe_hash", "recipe")
-_COLUMNS: Final = {"segments": ("phase", *_START_COLUMNS, "exit"), "checkpoints": ("tokens", "ckpt_id")}
+_COLUMNS: Final = {"segments": ("phase", *_START_COLUMNS, "exit", "adopts"), "checkpoints": ("tokens", "ckpt_id")}
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Records:
         self.segments = cache(self._segments)
         self.start = cache(self._start)
         self.head = cache(self._head)
+        self._adopted = cache(self._find_adopted)
         self._rows = cache(self._read_rows)
 
     def list_runs(self, prefix: str) -> list[str]:
@@ -72,7 +73,17 @@ class Records:
             VersionError: Written by a newer llmtrack.
         """
         row = next((row for row in self._rows(run_id, segment, "segments") if row["phase"] == "start"), None)
-        return None if row is None else StartRecord(segment, **{column: row[column] for column in _START_COLUMNS})
+        if row is None:
+            return None
+        row = {**row, **self._adopted(run_id).get(segment, {})}
+        return StartRecord(segment, **{column: row[column] for column in _START_COLUMNS})
+
+    def _find_adopted(self, run_id: str) -> dict[int, dict[str, Any]]:
+        """Return the segments of a run that were adopted, and where each starts by the last word on it."""
+        found = sorted(filter(ADOPTION_FOLDER.fullmatch, _names(run_folder(self._root, run_id))))
+        rows = (row for name in found for row in self._rows_in(run_folder(self._root, run_id) / name, "segments"))
+        places = ("tokens", "from_run", "from_segment", "fork_reason")
+        return {row["adopts"]: {place: row[place] for place in places} for row in rows if row["phase"] == "adopt"}
 
     def _head(self, run_id: str) -> StartRecord | None:
         """Return the start record of a run's highest segment that has one."""
@@ -133,7 +144,9 @@ class Records:
         return any(part[1] == "metrics" for part in parts if part)
 
     def _read_rows(self, run_id: str, segment: int, table: str) -> list[dict[str, Any]]:
-        folder = segment_folder(self._root, run_id, segment)
+        return self._rows_in(segment_folder(self._root, run_id, segment), table)
+
+    def _rows_in(self, folder: Path, table: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         for name in sorted(_names(folder)):
             part = PART_FILE.fullmatch(name)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .errors import CorruptSegmentError, FormatError, UsageError, VersionError
-from .format import EVALS_FOLDER, OPEN_SUFFIX, PART_FILE, RUN_FOLDER, SEALED_SUFFIX, SEGMENT_FOLDER
+from .format import ADOPTION_FOLDER, EVALS_FOLDER, OPEN_SUFFIX, PART_FILE, RUN_FOLDER, SEALED_SUFFIX, SEGMENT_FOLDER
 from .seal import verify_sealed
 from .stream import read_part
 
@@ -88,6 +88,8 @@ def verify(root: Path, *, deep: bool = False) -> Report:
     report = Report()
     for run in _folders(root, RUN_FOLDER):
         report.runs += 1
+        for adoption in _folders(run, ADOPTION_FOLDER):
+            _verify_segment(adoption, report, deep=deep)
         for segment in _folders(run, SEGMENT_FOLDER):
             report.segments += 1
             _verify_segment(segment, report, deep=deep)

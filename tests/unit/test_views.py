@@ -83,7 +83,7 @@ def test_segments_has_start_and_end_in_one_row(tmp_path: Path) -> None:
     with connect(tmp_path) as con:
         columns = con.sql("FROM segments").columns
         row = dict(zip(columns, con.sql("FROM segments").fetchall()[0], strict=True))
-    assert set(_TABLE["segments"]) - {"phase"} <= set(columns)
+    assert set(_TABLE["segments"]) - {"phase", "adopts"} <= set(columns)
     assert (row["start_tokens"], row["end_tokens"], row["exit"]) == (0, 10, "preempted")
     assert (row["start_step"], row["end_step"], row["nodes"], row["started"]) == (0, 1, ["n1", "n2"], True)
     assert row["start_time"] == DAY + dt.timedelta(hours=1)
