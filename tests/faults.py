@@ -8,22 +8,24 @@ import functools
 import os
 import pickle
 import resource
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 _HERE = Path(__file__).parent / "crash"
-_PATIENCE_S = 60.0  # for what must happen; nothing is asserted about how fast
+_PATIENCE_S = 120.0  # for what must happen; nothing is asserted about how fast
 
 # As small as they can be, so that a test meets every limit with few rows.
 TINY: dict[str, Any] = {"flush_interval_s": 0.02, "fsync_interval_s": 0.05}
@@ -136,11 +138,13 @@ class TrainerDiedError(Exception):
 class Trainer:
     """A training process of its own; see `crash/trainer.py` for what it can do."""
 
-    def __init__(self, trainers: Trainers, pid: int, stderr: Path) -> None:
+    def __init__(self, trainers: Trainers, requests: BinaryIO, answers: BinaryIO, stderr: Path) -> None:
         self._trainers = trainers
-        self.pid = pid
+        self._requests = requests
+        self._answers = answers
         self._stderr = stderr
         self.status: int | None = None
+        self.pid: int = self.answer()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a function that has the process do something and gives its answer."""
@@ -152,7 +156,9 @@ class Trainer:
 
     def send(self, name: str, *args: Any, **kwargs: Any) -> None:
         """Have the process do something, and do not wait for its answer."""
-        self._trainers.write((name, args, kwargs))
+        data = pickle.dumps((name, args, kwargs))
+        with suppress(BrokenPipeError):  # it has died, as its answer will say
+            self._requests.write(len(data).to_bytes(8, "little") + data)
 
     def answer(self) -> Any:
         """Return the answer to what was sent.
@@ -161,10 +167,17 @@ class Trainer:
             TrainerDiedError: The process has ended.
             Exception: What the process raised.
         """
-        kind, value = self._trainers.read()
-        if kind == "ended":
-            self.status = value
-            raise TrainerDiedError(value)
+        ready, _, _ = select.select([self._answers], [], [], _PATIENCE_S)
+        assert ready, "the training process did not answer"
+        size = int.from_bytes(self._answers.read(8), "little")
+        data = self._answers.read(size)
+        if not size or len(data) < size:
+            if self.status is None:
+                self.status = self._trainers.read_status()
+                self._requests.close()
+                self._answers.close()
+            raise TrainerDiedError(self.status)
+        kind, value = pickle.loads(data)  # noqa: S301  # from our own child
         if kind == "raised":
             raise value
         return value
@@ -176,17 +189,15 @@ class Trainer:
     def wait(self) -> int:
         """Wait for the end of the process, and return its status."""
         while self.status is None:
-            try:
+            with suppress(TrainerDiedError):
                 self.answer()
-            except TrainerDiedError:
-                break
-        assert self.status is not None
         return self.status
 
     def end(self) -> None:
         """Make sure that the process is gone."""
         if self.status is None:
-            self.kill()
+            with suppress(ProcessLookupError):
+                self.kill()
             self.wait()
 
     def leave(self) -> int:
@@ -205,43 +216,36 @@ class Trainers:
     def __init__(self, storage: Storage) -> None:
         folder = storage.root.parent  # in no checkout: asking git about one takes longer than a test
         script = shutil.copy(_HERE / "trainer.py", folder)
-        self._pipes = subprocess.Popen(
-            [sys.executable, "-W", "error", script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "error", script, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
             cwd=folder,
             env={**os.environ, **storage.environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
+        theirs.close()
 
-    def fork(self, stderr: Path, **environment: str) -> Trainer:
+    def fork(self, stderr: Path) -> Trainer:
         """Start a training process."""
-        self.write({"stderr": str(stderr), "environment": environment})
-        kind, pid = self.read()
-        assert kind == "forked"
-        return Trainer(self, pid, stderr)
+        their_requests, our_requests = os.pipe()
+        our_answers, their_answers = os.pipe()
+        socket.send_fds(self._socket, [pickle.dumps({"stderr": str(stderr)})], [their_requests, their_answers])
+        os.close(their_requests)
+        os.close(their_answers)
+        requests, answers = open(our_requests, "wb", buffering=0), open(our_answers, "rb")  # noqa: PTH123, SIM115  # pipes
+        return Trainer(self, requests, answers, stderr)
 
-    def write(self, message: object) -> None:
-        """Send a message."""
-        assert self._pipes.stdin is not None
-        data = pickle.dumps(message)
-        self._pipes.stdin.write(len(data).to_bytes(8, "little") + data)
-        self._pipes.stdin.flush()
-
-    def read(self) -> tuple[str, Any]:
-        """Return the next message."""
-        assert self._pipes.stdout is not None
-        size = int.from_bytes(self._pipes.stdout.read(8), "little")
-        assert size, "the process that forks trainers has died"
-        message: tuple[str, Any] = pickle.loads(self._pipes.stdout.read(size))  # noqa: S301  # from our own child
-        return message
+    def read_status(self) -> int:
+        """Return how the last training process ended."""
+        data = self._socket.recv(1 << 16)
+        assert data, "the process that forks trainers has died"
+        status: int = pickle.loads(data)  # noqa: S301  # from our own child
+        return status
 
     def close(self) -> None:
         """End the process."""
-        assert self._pipes.stdin is not None
-        assert self._pipes.stdout is not None
-        self._pipes.stdin.close()
-        self._pipes.wait(_PATIENCE_S)
-        self._pipes.stdout.close()
+        self._socket.close()
+        self._process.wait(_PATIENCE_S)
 
 
 @functools.cache
@@ -269,8 +273,8 @@ def failing_storage() -> Iterator[tuple[Storage, Callable[..., Trainer]]]:
     storage.forget()
     started: list[Trainer] = []
 
-    def start(**environment: str) -> Trainer:
-        trainer = trainers.fork(storage.root.parent / f"stderr-{len(started)}", **environment)
+    def start() -> Trainer:
+        trainer = trainers.fork(storage.root.parent / f"stderr-{len(started)}")
         started.append(trainer)
         return trainer
 

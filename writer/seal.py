@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from .arrays import one
 from .errors import CorruptSegmentError
 from .format import FORMAT_VERSION, OPEN_SUFFIX, PART_FILE, SCHEMAS, SEALED_SUFFIX
 from .publish import publish, sync_folder
@@ -46,7 +47,7 @@ def seal_part(path: Path, *, before_seq: int | None = None) -> Path:
     """
     rows = _read_intact(path)
     if before_seq is not None:
-        rows = rows.filter(pc.less(rows["seq"], before_seq))
+        rows = rows.filter(pc.less(rows["seq"], one(before_seq, pa.int64())[0]))
     metadata = {
         "llmtrack.format": str(FORMAT_VERSION),
         "llmtrack.seq_first": _text(pc.min(rows["seq"])),

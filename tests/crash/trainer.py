@@ -1,7 +1,7 @@
 """A process that trains as far as the log can tell: it does what a test says, and each test gets a fork of its own.
 
-Started by `tests.faults.Trainers`, with storage that fails on request. Requests and answers are pickles, each after its
-length in eight bytes, on stdin and stdout; a fork goes on with both of them while its parent waits for its end.
+Started by `tests.faults.Trainers`, with storage that fails on request. The test sends two pipes over a socket for each
+fork: requests and answers are pickles, each after its length in eight bytes. How the fork ended comes over the socket.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 import pickle
 import resource
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,34 +26,37 @@ from llmtrack.writer.run import RecordingRun
 from llmtrack.writer.seal import seal_segment
 from llmtrack.writer.settings import Settings
 
-_IN, _OUT, _ERR = 0, 1, 2
+_ERR = 2
 _END = object()
 
 
-def receive() -> Any:
-    """Return the next request; ends the process when there will be none."""
-    size = _read(8)
-    if not size:
-        return None
-    return pickle.loads(_read(int.from_bytes(size, "little")))  # noqa: S301  # from the test that started this process
+class Channel:
+    """Two pipes to a test."""
 
+    def __init__(self, requests: int, answers: int) -> None:
+        self._requests = requests
+        self._answers = answers
 
-def send(answer: object) -> None:
-    """Send an answer."""
-    data = pickle.dumps(answer)
-    data = len(data).to_bytes(8, "little") + data
-    while data:
-        data = data[os.write(_OUT, data) :]
+    def receive(self) -> Any:
+        """Return the next request, or None when there will be none."""
+        size = self._read(8)
+        return pickle.loads(self._read(int.from_bytes(size, "little"))) if size else None  # noqa: S301  # the test's
 
+    def send(self, answer: object) -> None:
+        """Send an answer."""
+        data = pickle.dumps(answer)
+        data = len(data).to_bytes(8, "little") + data
+        while data:
+            data = data[os.write(self._answers, data) :]
 
-def _read(size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = os.read(_IN, size - len(data))
-        if not more:
-            return b""
-        data += more
-    return data
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            more = os.read(self._requests, size - len(data))
+            if not more:
+                return b""
+            data += more
+        return data
 
 
 class Trainer:
@@ -155,7 +160,7 @@ class Trainer:
 
     def run_out_of_files(self) -> None:
         """Let this process open no file more."""
-        lowest_free = os.dup(_IN)
+        lowest_free = os.dup(_ERR)
         os.close(lowest_free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
@@ -254,40 +259,47 @@ def tokens_of(step: int) -> int:
     return step * 4096
 
 
-def serve() -> None:
+def serve(channel: Channel) -> None:
     """Answer requests until one asks to leave."""
     trainer = Trainer()
-    while (request := receive()) is not None:
+    while (request := channel.receive()) is not None:
         name, args, kwargs = request
         try:
             answer = getattr(trainer, name)(*args, **kwargs)
         except _Failure:
             raise
         except Exception as error:  # noqa: BLE001  # the test is told
-            send(("raised", error))
+            channel.send(("raised", error))
             continue
         if answer is _END:
-            send(("answer", None))
+            channel.send(("answer", None))
             return
-        send(("answer", answer))
+        channel.send(("answer", answer))
 
 
-def main() -> None:
+def main(test: socket.socket) -> None:
     """Fork a trainer whenever asked to, and say how it ended."""
     process_identity()  # looks at every installed package, and remembers: once, not in each fork
-    while (request := receive()) is not None:
-        if not isinstance(request, dict):
-            continue  # meant for a trainer that has just died; that was said
+    while True:
+        data, pipes, _, _ = socket.recv_fds(test, 1 << 16, 2)
+        if not data:
+            return
+        request = pickle.loads(data)  # noqa: S301  # from the test that started this process
         child = os.fork()
         if child == 0:
-            os.dup2(os.open(request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), _ERR)
-            os.environ.update(request["environment"])
-            send(("forked", os.getpid()))
-            serve()
+            test.close()
+            stderr = os.open(request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            os.dup2(stderr, _ERR)
+            os.close(stderr)
+            channel = Channel(*pipes)
+            channel.send(("forked", os.getpid()))
+            serve(channel)
             return
+        for pipe in pipes:
+            os.close(pipe)
         _, status = os.waitpid(child, 0)
-        send(("ended", os.waitstatus_to_exitcode(status)))
+        test.send(pickle.dumps(os.waitstatus_to_exitcode(status)))
 
 
 if __name__ == "__main__":
-    main()
+    main(socket.socket(fileno=int(sys.argv[1])))
