@@ -113,7 +113,8 @@ class Drain:
         """
         self._append_record(self._start)
         self._appenders["segments"].sync()
-        sync_folder(self._folder)
+        if self._take_new_names():
+            sync_folder(self._folder)
         self._write_heartbeat(self._heartbeat())
         self._thread.start()
 
