@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import itertools
 import os
 import time
@@ -28,7 +29,7 @@ from llmtrack.writer.format import (
 )
 from llmtrack.writer.stream import Damage, RawPart, decode_parts, read_raw_part
 
-from .columns import to_column
+from .columns import EPOCH, to_column
 from .files import (
     VANISHED,
     Listing,
@@ -467,9 +468,9 @@ class Log:
         if rows is None:
             return
         last_rows = to_column([end - 1 for end in itertools.accumulate(count for _, count in counts)], pa.int64())
-        places = rows.select(["time", "step", "tokens"]).take(last_rows).to_pylist()
-        for (one, _), place in zip(counts, places, strict=True):
-            one.segment.reach(Reached(place["time"], place["step"], place["tokens"]))
+        places = [rows[name].take(last_rows).cast(pa.int64()).to_pylist() for name in ("time", "step", "tokens")]
+        for (one, _), time_ms, step, tokens in zip(counts, *places, strict=True):
+            one.segment.reach(Reached(EPOCH + dt.timedelta(milliseconds=time_ms), step, tokens))
         if take_points is not None:
             take_points(rows)
 
@@ -505,7 +506,10 @@ class Log:
                 ("part", to_column([one.part for one, _ in filled], pa.int64())),
             )
         ):
-            repeated = pc.run_end_decode(pa.RunEndEncodedArray.from_arrays(ends, values))
+            runs = pa.Array.from_buffers(
+                pa.run_end_encoded(ends.type, values.type), len(rows), [None], children=[ends, values]
+            )
+            repeated = pc.run_end_decode(runs)
             rows = rows.add_column(index, pa.field(name, values.type), repeated)
         return rows, filled
 

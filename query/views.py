@@ -17,6 +17,7 @@ import pyarrow as pa
 from llmtrack.writer.errors import UsageError
 from llmtrack.writer.format import EVALS_FOLDER, SCHEMAS, TIME
 
+from .columns import to_table
 from .log import SMALL_TABLES, Log, News
 
 STALLED_AFTER_S: Final = 900.0  # 30 heartbeats: storage may stand still for ten minutes under a run that is well
@@ -94,7 +95,7 @@ def connect(
         ("open_points", _POINTS),
         ("no_evals", _EVALS),
     ):
-        _replace(con, table, schema.empty_table())
+        _replace(con, table, pa.Table.from_batches([], schema))
     _states[con] = _State(
         log, None if runs is None else frozenset(runs), points=points, stalled_s=stalled_s, lost_s=lost_s
     )
@@ -156,19 +157,19 @@ def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
             _insert(con, _table_name(table), rows)
     _delete(con, "open_points", ["run_id", "segment"], news.gone)
     _delete(con, "open_points", ["run_id", "segment", "part"], news.taken_back, from_seq=True)
-    _replace(con, "folders", _rows(pa.schema(_KEYS), log.segments()))
+    _replace(con, "folders", to_table(pa.schema(_KEYS), log.segments()))
     _replace(
         con,
         "reached",
-        _rows(_REACHED, [(run, number, r.time, r.step, r.tokens, r.dropped) for run, number, r in log.reached()]),
+        to_table(_REACHED, [(run, number, r.time, r.step, r.tokens, r.dropped) for run, number, r in log.reached()]),
     )
     _replace(
         con,
         "damages",
-        _rows(_DAMAGES, [(*owner, str(d.path), d.first_byte, d.end_byte, d.reason) for owner, d in log.damages()]),
+        to_table(_DAMAGES, [(*owner, str(d.path), d.first_byte, d.end_byte, d.reason) for owner, d in log.damages()]),
     )
     now = dt.datetime.now(dt.UTC)
-    _replace(con, "now", _rows(_NOW, [(now, now - state.stalled, now - state.lost)]))
+    _replace(con, "now", to_table(_NOW, [(now, now - state.stalled, now - state.lost)]))
     files = (log.sealed_parts(), log.sealed_parts(places=True), log.eval_files())
     tables, views = resources.files(__package__).joinpath("views.sql").read_text(encoding="utf-8").split(_VIEWS_BEGIN)
     con.execute(tables)
@@ -208,11 +209,6 @@ def _table_name(table: str) -> str:
     return "records" if table == "segments" else table
 
 
-def _rows(schema: pa.Schema, rows: Sequence[Sequence[object]]) -> pa.Table:
-    columns = list(zip(*rows, strict=True)) or [()] * len(schema)
-    return pa.table([pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)], schema)
-
-
 def _replace(con: duckdb.DuckDBPyConnection, table: str, rows: pa.Table) -> None:
     _with_rows(con, rows, f"CREATE OR REPLACE TABLE log.{table} AS SELECT * FROM llmtrack_rows")
 
@@ -236,7 +232,7 @@ def _delete(
     same = " AND ".join(f"t.{name} = k.{name}" for name in columns) + (" AND t.seq >= k.seq" if from_seq else "")
     _with_rows(
         con,
-        _rows(pa.schema(fields), keys),
+        to_table(pa.schema(fields), keys),
         f"DELETE FROM log.{table} t WHERE EXISTS (SELECT 1 FROM llmtrack_rows k WHERE {same})",
     )
 

@@ -227,7 +227,7 @@ class RawPart:
         torn_bytes: Bytes beyond `next_offset` that are not a whole batch.
     """
 
-    path: Path
+    path: str
     head: bytes
     messages: tuple[memoryview, ...]
     first_seq: int | None
@@ -237,16 +237,17 @@ class RawPart:
     torn_bytes: int
 
 
-def read_raw_part(path: Path, *, offset: int = 0, live: bool = True) -> RawPart:
+def read_raw_part(path: str | os.PathLike[str], *, offset: int = 0, live: bool = True) -> RawPart:
     """Read and verify what `read_part` reads, and leave the decoding to `decode_parts`.
 
     Raises:
         VersionError: Written by a newer llmtrack.
         FileNotFoundError: It was sealed meanwhile: list again.
     """
-    name = PART_FILE.fullmatch(path.name)
+    path = os.fspath(path)  # a Path costs as much as reading a small part
+    name = PART_FILE.fullmatch(path.rpartition("/")[2])
     if name is None or name[1] not in SCHEMAS:
-        raise FormatError(path, "not a part of an llmtrack log")
+        raise FormatError(Path(path), "not a part of an llmtrack log")
     with FileIO(path) as file:
         if offset == 0:
             data = file.readall()
@@ -263,13 +264,13 @@ def read_raw_part(path: Path, *, offset: int = 0, live: bool = True) -> RawPart:
     position = len(head) if offset == 0 and head is start else 0
     for message in _intact_messages(data, position):
         if message.first_byte > position:
-            damages.append(Damage(path, offset + position, offset + message.first_byte, "fails its checksum"))
+            damages.append(Damage(Path(path), offset + position, offset + message.first_byte, "fails its checksum"))
         if message.seq_last:
             batches.append(message)
         position = message.end_byte
     rest = len(data) - position
     if rest and (data.endswith(_END_OF_STREAM) or not (live or _is_incomplete(data, position))):
-        damages.append(Damage(path, offset + position, offset + len(data), "fails its checksum"))
+        damages.append(Damage(Path(path), offset + position, offset + len(data), "fails its checksum"))
         position, rest = len(data), 0
     return RawPart(
         path,
@@ -303,7 +304,7 @@ def decode_parts(parts: Sequence[RawPart]) -> tuple[pa.Table, list[int]]:
             batches = list(pa.ipc.open_stream(b"".join([head, *messages]), options=_READ_OPTIONS))
         except (pa.ArrowInvalid, OSError) as error:
             raise CorruptSegmentError(
-                group[0].path, f"its head is lost and its batches do not fit format 1: {error}"
+                Path(group[0].path), f"its head is lost and its batches do not fit format 1: {error}"
             ) from error
         left = iter(batches)
         rows += [sum(len(batch) for batch in itertools.islice(left, len(part.messages))) for part in group]
@@ -322,12 +323,12 @@ class _Message:
     seq_last: int
 
 
-def _checked_head(path: Path, start: bytes, table: str) -> bytes:
+def _checked_head(path: str, start: bytes, table: str) -> bytes:
     """Return the head that a file starts with, or the one it should have when that is damaged or not there yet."""
     version, is_intact = _look_at_head(start)
     if version is not None and version > FORMAT_VERSION:
         raise VersionError(
-            path,
+            Path(path),
             f"written in format {version}, and this llmtrack reads up to format {FORMAT_VERSION}",
             hint="upgrade llmtrack where you read",
         )

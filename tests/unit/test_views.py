@@ -6,6 +6,8 @@ import datetime as dt
 import math
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -483,3 +485,12 @@ def test_a_damaged_part_is_in_the_view_of_damage(tmp_path: Path) -> None:
     with connect(tmp_path) as con:
         assert con.sql("SELECT run_id, segment, path FROM damages").fetchall() == [("a", 1, str(sealed))]
         assert con.sql("SELECT run_id FROM live").fetchall() == [("b",)]
+
+
+def test_a_connection_loads_no_pandas(tmp_path: Path) -> None:
+    """It would cost a third of a second of every command where it is installed, and nothing here needs it."""
+    write_segment(tmp_path, Segment("a", 1, points=loss(10), checkpoints=[10]))
+    write_part(segment_folder(tmp_path, "a", 1), "alerts", [{"tokens": 10, "alert_id": "x", "batch_ids": ["b"]}])
+    code = f"import sys; from llmtrack.query import connect; connect({str(tmp_path)!r}).sql('FROM live').fetchall()"
+    code += "; assert 'pandas' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
