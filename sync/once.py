@@ -105,6 +105,17 @@ def select(job: Job, pattern: str | None) -> tuple[list[LoggedRun], dict[str, Lo
     return chosen, known
 
 
+def _pending(job: Job, run: LoggedRun) -> int:
+    """Return how many points may have to be sent, by the cursor alone."""
+    held = cursor.load(job.cursor_path(run)).runs.values()
+    return sum(
+        max(0, stretch.points - max((t.marks[s].points for t in held if t.kind == kind and s in t.marks), default=0))
+        for kind, part in run.parts.items()
+        if not job.options.leaves_out(kind)
+        for s, stretch in part.items()
+    )
+
+
 def _has_news(job: Job, run: LoggedRun) -> bool:
     """Return whether the cursor says that the tracker lacks something, or cannot tell."""
     held = cursor.load(job.cursor_path(run)).runs.values()
@@ -189,7 +200,7 @@ def _replay_each(
     refs = _canonical_refs(there)
     for run in runs:
         report = Report(run.run_id, run.project, run.status, {kind: run.points(kind) for kind in run.parts})
-        listener.started(run, sum(n for kind, n in report.points.items() if not job.options.leaves_out(kind)))
+        listener.started(run, _pending(job, run))
         stop: SinkError | None = None
         try:
             parent = refs.get(run.parent_run or "")

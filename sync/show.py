@@ -54,6 +54,7 @@ class Console:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bars = Progress(*columns, console=Terminal(stderr=True), transient=True)
             self._bars.start()
+            self._bar = self._bars.add_task(f"opening {self._tracker}", total=None)
         return self
 
     def __exit__(
@@ -68,6 +69,7 @@ class Console:
             self._run, self._total, self._sent, self._read = run.run_id, points, 0, 0
             self._began = self._told = time.monotonic()
             if self._bars is not None:
+                self._bars.remove_task(self._bar)
                 self._bar = self._bars.add_task(run.run_id, total=points or None)
 
     def sent(self, points: int) -> None:
@@ -90,9 +92,6 @@ class Console:
 
     def ended(self, report: Report) -> None:
         """Hear what was done for the run."""
-        with self._lock:
-            if self._bars is not None:
-                self._bars.remove_task(self._bar)
         if report.error and self._tell_errors:
             self._say(f"run {report.run_id}: {report.error}", always=True)
         elif self._verbose:
