@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -494,3 +495,20 @@ def test_a_connection_loads_no_pandas(tmp_path: Path) -> None:
     code = f"import sys; from llmtrack.query import connect; connect({str(tmp_path)!r}).sql('FROM live').fetchall()"
     code += "; assert 'pandas' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_queries_of_the_documentation_run(tmp_path: Path) -> None:
+    """Each statement of docs/SQL.md, word for word, over this root in place of the example's."""
+    page = Path(__file__).parents[2] / "docs" / "SQL.md"
+    if not page.exists():
+        pytest.skip("the wheel is tested without the documentation")
+    write_segment(tmp_path, Segment("pretrain-7b", 1, points=loss(10, name="train/loss")), sealed=True)
+    text = page.read_text(encoding="utf-8").replace("/shared/runs", str(tmp_path))
+    blocks = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
+    blocks += re.findall(r'llmtrack sql "(.*?)"', text)
+    blocks += re.findall(r'con\.sql\("(.*?)"\)', text)
+    statements = [one for block in blocks for one in re.sub(r"--.*", "", block).split(";") if one.strip()]
+    assert len(statements) >= 10
+    with connect(tmp_path) as con:
+        for statement in statements:
+            con.sql(statement).fetchall()
