@@ -253,6 +253,8 @@ class Drain:
             self._count_unstorable(step, tokens, len(late))
             self._warn("late_row", f"points that were on their way are lost, and counted as dropped: {error}")
             return True
+        if late.lost_points:
+            self._count_unstorable(step, tokens, late.lost_points)
         if values:
             self._taken.appendleft((time_ns, step, tokens, values))
         return True

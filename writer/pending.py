@@ -8,7 +8,13 @@ from .tensors import PendingValue
 
 
 class PendingRow:
-    """A row that the drain thread asks again and again, and never waits for: a rank or a GPU may be gone."""
+    """A row that the drain thread asks again and again, and never waits for: a rank or a GPU may be gone.
+
+    Attributes:
+        lost_points: Points of a row that was resolved which could not be kept.
+    """
+
+    lost_points = 0
 
     def __len__(self) -> int:
         """Return how many points it has at most."""
@@ -23,7 +29,6 @@ class PendingRow:
 
         Raises:
             RuntimeError: They never arrive: a rank or a device is gone.
-            UsageError: They are not what was asked for: ranks sent different metrics.
         """
         raise NotImplementedError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import index
 from pathlib import Path
 from time import monotonic, time_ns
@@ -129,6 +129,13 @@ class Run:
             UsageError: A step or tokens that are no integer.
         """
 
+    def on_alert(self, act: Callable[[], None]) -> None:
+        """Have something done on this rank when an alert is recorded that is worse than an information.
+
+        Args:
+            act: Called on the thread that records the alert; returns at once.
+        """
+
     def meta(self, step: SupportsIndex, tokens: SupportsIndex) -> dict[str, str | int | None]:
         """Return what a checkpoint must hold so that a later process can continue the run; plain JSON.
 
@@ -206,6 +213,7 @@ class RecordingRun(Run):
         self._checkpointer = Worker("llmtrack-checkpoint")
         self._recording: list[Record] = []  # checkpoints that are not durable yet
         self._alerts = 0
+        self._on_alert: list[Callable[[], None]] = []
         self._is_over = False
         self._has_end = False
         self._is_disowned = False
@@ -242,7 +250,8 @@ class RecordingRun(Run):
     def _put(self, step: int, tokens: int, values: dict[str, float] | PendingRow) -> None:
         if not self._is_over:
             self._buffer.put(step, tokens, values)
-            self._drain.wake()
+            if self._buffer.put_points > self._buffer.easy_points:
+                self._drain.wake()
 
     def _log_with_care(self, metrics: Mapping[str, Value], step: SupportsIndex, tokens: SupportsIndex) -> None:
         if not isinstance(metrics, Mapping):
@@ -326,6 +335,13 @@ class RecordingRun(Run):
         if not self._is_over:
             self._buffer.put_item(record)
             self._drain.wake()
+        if level != "info":
+            for act in self._on_alert:
+                act()
+
+    def on_alert(self, act: Callable[[], None]) -> None:
+        """Have something done when an alert is recorded; see `Run.on_alert`."""
+        self._on_alert.append(act)
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until everything logged so far is durable; see `Run.flush`."""

@@ -83,10 +83,9 @@ def test_what_came_before_a_late_row_is_on_disk(run: RecordingRun, tmp_path: Pat
     late.arrived.set()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("rank 3 is gone"), llmtrack.UsageError("ranks differ")])
-def test_points_that_never_arrive_are_counted(run: RecordingRun, error: Exception) -> None:
+def test_points_that_never_arrive_are_counted(run: RecordingRun) -> None:
     """Their tokens are a gap in the log, and what follows is kept."""
-    late = Late(None, error)
+    late = Late(None, RuntimeError("rank 3 is gone"))
     late.arrived.set()
     run.log_later(late, 2, 20)
     run.log({"a": 3.0}, 3, 30)
@@ -94,6 +93,17 @@ def test_points_that_never_arrive_are_counted(run: RecordingRun, error: Exceptio
     assert segment.series("a") == [3.0]
     assert [(gap["first_tokens"], gap["points"], gap["reason"]) for gap in segment["gaps"]] == [(20, 2, "bad_value")]
     assert segment.end["dropped"] == 2
+
+
+def test_points_that_could_not_be_kept_are_counted(run: RecordingRun) -> None:
+    """The others of their row are in the log."""
+    late = Late({"a": 1.0})
+    late.lost_points = 1
+    late.arrived.set()
+    run.log_later(late, 2, 20)
+    segment = end(run)
+    assert segment.series("a") == [1.0]
+    assert [gap["points"] for gap in segment["gaps"]] == [1]
 
 
 def test_a_run_ends_without_a_row_that_does_not_come(run: RecordingRun) -> None:
