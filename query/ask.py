@@ -71,7 +71,7 @@ def write_answer(con: duckdb.DuckDBPyConnection, statement: str, path: Path) -> 
             path.write_text(to_json(rows) + "\n", encoding="utf-8")
             return
         relation = con.sql(statement)
-        if relation is None:
+        if not isinstance(relation, duckdb.DuckDBPyRelation):  # DuckDB 1 gives None for what is no query
             raise UsageError("the statement has no rows to write", hint="give a SELECT")
         (relation.write_parquet if path.suffix == ".parquet" else relation.write_csv)(str(path))
     except duckdb.Error as error:

@@ -140,7 +140,7 @@ def sealed_fault(path: str) -> str:
     digits = footer_begin + at + len(_CHECK)
     crc = zlib.crc32(b"00000000", zlib.crc32(data[:digits]))
     crc = zlib.crc32(data[digits + 8 :], crc)
-    return "" if f"{crc:08x}".encode() == data[digits : digits + 8] else "fails its checksum"
+    return "" if f"{crc:08x}".encode() == bytes(data[digits : digits + 8]) else "fails its checksum"
 
 
 def pages_fault(path: str) -> str:

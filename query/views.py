@@ -171,7 +171,9 @@ def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
     now = dt.datetime.now(dt.UTC)
     _replace(con, "now", to_table(_NOW, [(now, now - state.stalled, now - state.lost)]))
     files = (log.sealed_parts(), log.sealed_parts(places=True), log.eval_files())
-    tables, views = resources.files(__package__).joinpath("views.sql").read_text(encoding="utf-8").split(_VIEWS_BEGIN)
+    tables, views = (
+        resources.files("llmtrack.query").joinpath("views.sql").read_text(encoding="utf-8").split(_VIEWS_BEGIN)
+    )
     con.execute(tables)
     if files != state.files:
         _name_files(con, *files)

@@ -1,8 +1,9 @@
 -- The one definition of path, live, superseded, settled and history. sync and every command read these views.
 --
--- Standard SQL as far as it goes. Not standard: CREATE OR REPLACE, MACRO, date_diff, and the types' names. What a dialect has to bring
--- along are the tables of the schema `log`, filled from the files: folders, records, reached, checkpoints, alerts,
--- batches, gaps, damages, and the views log.points (every point, sealed or open) and log.eval_rows.
+-- Standard SQL as far as it goes. Not standard: CREATE OR REPLACE, MACRO, date_diff, and the types' names. What another
+-- engine has to bring along are the tables of the schema `log`, filled from the files: folders, records, reached,
+-- checkpoints, alerts, batches, gaps, damages, now, and the views log.points (every point, sealed or open),
+-- log.points_before (at least those of the segments that others start from) and log.eval_rows.
 --
 -- Tokens are integers throughout. Two of them stand for the ends of the axis: -9223372036854775808 for below everything,
 -- 9223372036854775807 for beyond everything. Every interval is (lo, hi]: open below, closed above.

@@ -23,7 +23,7 @@ def write_part(folder: Path, table: str, rows: Iterable[Mapping[str, Any]], *, p
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / part_name(table, part)
     writer = PartWriter(path, table)
-    full = [
+    full: list[dict[str, Any]] = [
         {
             "seq": index,
             "time": DAY + dt.timedelta(seconds=index),

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmtrack.query.log import Log, News
+from llmtrack.query.files import Listing
+from llmtrack.query.log import Log, News, _Segment
 from llmtrack.writer.errors import UsageError
 from llmtrack.writer.format import SCHEMAS, part_name, segment_folder
 from llmtrack.writer.seal import seal_part
@@ -243,8 +244,8 @@ class _SealsMeanwhile(Log):
 
     to_seal: Path | None = None
 
-    def _list_segment(self, *args: Any) -> Any:
-        listing = super()._list_segment(*args)
+    def _list_segment(self, segment: _Segment, news: News) -> Listing:
+        listing = super()._list_segment(segment, news)
         if self.to_seal is not None:
             seal_part(self.to_seal)
             self.to_seal = None
