@@ -227,7 +227,7 @@ class RecordingRun(Run):
         try:
             kind: type | None = type(sum(metrics.values()))  # type: ignore[arg-type]  # what has no sum is looked at below
             values: dict[str, float] = metrics.copy()  # type: ignore[attr-defined]  # likewise what has no copy
-        except (TypeError, AttributeError, OverflowError):
+        except Exception:  # noqa: BLE001  # whatever adding two values of a kind raises: each is looked at below
             kind, values = None, {}
         if (
             kind is not float
