@@ -14,8 +14,8 @@ from itertools import accumulate
 import pyarrow as pa
 
 
-def strings(values: Sequence[str | None]) -> pa.StringArray:
-    """Return an array of strings.
+def strings(values: Sequence[object]) -> pa.StringArray:
+    """Return an array of strings and nulls.
 
     Raises:
         TypeError: A value is neither a string nor None.
@@ -46,7 +46,7 @@ def one(value: object, kind: pa.DataType) -> pa.Array:
     if value is None:
         return pa.nulls(1, kind)
     if pa.types.is_string(kind):
-        return strings([value])  # type: ignore[list-item]  # anything but a string is refused there
+        return strings([value])
     if pa.types.is_list(kind):
         if not isinstance(value, list | tuple):
             raise TypeError(f"{value!r} is no list")
