@@ -218,7 +218,16 @@ class Trainers:
         script = shutil.copy(_HERE / "trainer.py", folder)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", script, str(theirs.fileno())],
+            # Python 3.12 warns of every fork beside threads: forking trainers is what these tests are about.
+            [
+                sys.executable,
+                "-W",
+                "error",
+                "-W",
+                "ignore:This process:DeprecationWarning",
+                script,
+                str(theirs.fileno()),
+            ],
             pass_fds=[theirs.fileno()],
             cwd=folder,
             env={**os.environ, **storage.environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

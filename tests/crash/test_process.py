@@ -225,6 +225,19 @@ def test_a_forked_worker_neither_writes_nor_hangs(failing: tuple[Storage, Start]
     assert segment.end["exit"] == "finished"
 
 
+def test_a_pool_of_workers_leaves_the_log_alone(failing: tuple[Storage, Start]) -> None:
+    """Processes of the multiprocessing module, forked while the drain is at work."""
+    storage, start = failing
+    trainer = start()
+    trainer.open(str(storage.root), TINY, run_id="run")
+    trainer.log(100)
+    assert trainer.pid not in trainer.map_in_workers(3)
+    trainer.log(100)
+    trainer.call("finish")
+    assert {done.pid for done in storage.operations()} == {trainer.pid}
+    assert read_segment(find_segment(storage.root)).steps() == list(range(1, 201))
+
+
 def test_a_forked_worker_that_ends_as_a_script_does_writes_no_end(trainer: Trainer, root: Path) -> None:
     """What runs at exit there is not for the parent's run."""
     trainer.log(10)

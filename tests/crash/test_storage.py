@@ -80,6 +80,19 @@ def test_a_loop_goes_on_while_the_storage_hangs(failing: tuple[Storage, Start], 
     assert trainer.warnings() == []
 
 
+def test_several_threads_lose_no_point_from_the_count(failing: tuple[Storage, Start]) -> None:
+    """However they come in between each other, what is kept and what is counted is what they logged."""
+    storage, trainer = begin(failing, queue_points=500, batch_points=100, flush_interval_s=0.001)
+    trainer.log_in_threads(8, 3_000)
+    trainer.call("finish")
+    segment = read_segment(find_segment(storage.root))
+    kept = {thread: segment.series(f"thread/{thread}") for thread in range(8)}
+    assert all(values == sorted(set(values)) for values in kept.values())
+    dropped = sum(gap["points"] for gap in segment["gaps"])
+    assert sum(map(len, kept.values())) + dropped == 24_000
+    assert segment.end["dropped"] == dropped > 0
+
+
 def test_a_flood_of_rows_keeps_nothing_from_becoming_durable(failing: tuple[Storage, Start]) -> None:
     """While rows come faster than they are written, checkpoints, alerts and flushes get their turn."""
     storage, trainer = begin(failing, queue_points=40_000, batch_points=4_000)

@@ -6,6 +6,7 @@ fork: requests and answers are pickles, each after its length in eight bytes. Ho
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import resource
@@ -197,6 +198,11 @@ class Trainer:
         os.waitpid(child, 0)
         return dict(answer)
 
+    def map_in_workers(self, workers: int) -> list[int]:
+        """Log and flush in the processes of a pool, as a data loader's workers may, and return their ids."""
+        with multiprocessing.get_context("fork").Pool(workers, initializer=_remember, initargs=(self,)) as pool:
+            return sorted(set(pool.map(_use_the_run, range(20 * workers), chunksize=1)))
+
     def fork_and_leave(self) -> int:
         """Fork, have the child end as a script does, and return its status."""
         child = os.fork()
@@ -247,6 +253,19 @@ class Trainer:
 
 class _Failure(Exception):  # noqa: N818  # what a training script may die of
     pass
+
+
+_parent: list[Trainer] = []
+
+
+def _remember(trainer: Trainer) -> None:
+    _parent.append(trainer)
+
+
+def _use_the_run(step: int) -> int:
+    _parent[0].run.log({"from/worker": 1.0}, step, tokens_of(10**6))
+    _parent[0].run.flush(1.0)
+    return os.getpid()
 
 
 def row_of(step: int, metrics: int = 3) -> dict[str, float]:
