@@ -215,12 +215,17 @@ class Log:
         self._faults[path] = Damage(Path(path), 0, size_of(path), reason)
 
     def read(
-        self, runs: Collection[str] | None = None, *, take_points: Callable[[pa.Table], None] | None = None
+        self,
+        runs: Collection[str] | None = None,
+        *,
+        changed: Collection[str] | None = None,
+        take_points: Callable[[pa.Table], None] | None = None,
     ) -> News:
         """Take in what is new.
 
         Args:
             runs: Only these runs and the runs they were forked from; None: all of the root.
+            changed: Of these, look only into the folders of those in which something may be new; None: of all.
             take_points: Called with new rows of open parts of metrics, some at a time; `run_id`, `segment` and `part`
                 stand in front. None: points are not read.
 
@@ -236,6 +241,8 @@ class Log:
         self._list_evals(f"{self.root}/{EVALS_FOLDER}")  # of checkpoints that no run had recorded at the time
         listed: list[tuple[_Segment, Listing]] = []
         wanted, done = set(there if runs is None else runs), set[str]()
+        if changed is not None:
+            wanted &= set(changed)
         while wanted:
             new = [pair for run_id in sorted(wanted) for pair in self._list_run(run_id, news)]
             self._read_small(new, news)

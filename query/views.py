@@ -103,10 +103,15 @@ def connect(
     return con
 
 
-def refresh(con: duckdb.DuckDBPyConnection) -> None:
+def refresh(con: duckdb.DuckDBPyConnection, runs: Collection[str] | None = None) -> None:
     """Take in what is new in the root of a connection made by `connect`, reading only that.
 
     Cursors of the connection see the root as it was until this returns, and as it is afterwards.
+
+    Args:
+        con: Made by `connect`.
+        runs: Look only into the folders of these runs, and of those they were forked from, because a watcher knows that
+            nothing else changed; None: all that the connection sees.
 
     Raises:
         UsageError: The connection was not made by `connect`.
@@ -116,7 +121,7 @@ def refresh(con: duckdb.DuckDBPyConnection) -> None:
         writing.execute("BEGIN")
         try:
             take = (lambda rows: _insert(writing, "open_points", rows)) if state.points else None
-            _apply(writing, state, state.log.read(state.runs, take_points=take))
+            _apply(writing, state, state.log.read(state.runs, changed=runs, take_points=take))
             writing.execute("COMMIT")
         except BaseException:
             writing.execute("ROLLBACK")

@@ -164,6 +164,21 @@ def test_a_run_that_was_deleted_is_gone(tmp_path: Path, folder: Path) -> None:
     assert reader.news.gone == [("a", 1)]
 
 
+def test_only_what_is_said_to_have_changed_is_looked_into(tmp_path: Path) -> None:
+    """A watcher knows which run it was; a new child of it is found with its parent."""
+    for run_id in ("a", "b"):
+        write_segment(tmp_path, Segment(run_id, 1, points=[Point(1, "loss", 1.0)]))
+    log = Log(tmp_path)
+    log.read()
+    for run_id in ("a", "b"):
+        write_segment(tmp_path, Segment(run_id, 2, 1, (run_id, 1)))
+    write_segment(tmp_path, Segment("child", 1, 1, ("a", 1)))
+    log.read(changed=["child"])
+    assert log.segments() == [("a", 1), ("a", 2), ("b", 1), ("child", 1)]
+    log.read()
+    assert ("b", 2) in log.segments()
+
+
 def test_only_the_runs_asked_for_and_their_ancestors_are_read(tmp_path: Path) -> None:
     """A child's curve needs the runs it came from; nobody else's files are opened."""
     write_segment(tmp_path, Segment("parent", 1, points=[Point(1, "loss", 1.0)]))

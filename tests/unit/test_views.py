@@ -94,8 +94,8 @@ def test_segments_has_start_and_end_in_one_row(tmp_path: Path) -> None:
 
 
 def test_the_root_may_have_any_name_and_an_id_may_be_all_digits(tmp_path: Path) -> None:
-    """A quote in a folder's name ends no string, and a run called 007 is no number."""
-    root = tmp_path / "it's; a -- root"
+    """A quote in a folder's name ends no string, a bracket is no pattern, and a run called 007 is no number."""
+    root = tmp_path / "it's; a -- [root]*?"
     folder = write_segment(root, Segment("007", 1, points=loss(5)), sealed=True)
     write_part(folder, "metrics", [{"seq": 9, "tokens": 6, "name": "loss", "value": 6.0}], part=2)
     assert ask(root, "SELECT run_id, tokens FROM live ORDER BY tokens") == [("007", 5), ("007", 6)]
@@ -492,8 +492,8 @@ def test_a_connection_loads_no_pandas(tmp_path: Path) -> None:
     """It would cost a third of a second of every command where it is installed, and nothing here needs it."""
     write_segment(tmp_path, Segment("a", 1, points=loss(10), checkpoints=[10]))
     write_part(segment_folder(tmp_path, "a", 1), "alerts", [{"tokens": 10, "alert_id": "x", "batch_ids": ["b"]}])
-    code = f"import sys; from llmtrack.query import connect; connect({str(tmp_path)!r}).sql('FROM live').fetchall()"
-    code += "; assert 'pandas' not in sys.modules"
+    code = f"import sys; from llmtrack.query import connect; con = connect({str(tmp_path)!r})"
+    code += "; con.sql('FROM live').fetchall(); assert 'pandas' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
