@@ -7,24 +7,45 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["LlmtrackError", "Run", "UsageError", "__version__", "checkpoint_id", "log_eval", "new_run_id", "open_run"]
+__all__ = [
+    "Cadence",
+    "LlmtrackError",
+    "Reducer",
+    "Run",
+    "Throughput",
+    "UsageError",
+    "__version__",
+    "checkpoint_id",
+    "flops",
+    "log_eval",
+    "new_run_id",
+    "open_run",
+]
 
 if TYPE_CHECKING:
+    from llmtrack.writer import flops
+    from llmtrack.writer.cadence import Cadence
     from llmtrack.writer.checkpoint import checkpoint_id
     from llmtrack.writer.errors import LlmtrackError, UsageError
     from llmtrack.writer.evals import log_eval
     from llmtrack.writer.lineage import new_run_id
+    from llmtrack.writer.reduce import Reducer
     from llmtrack.writer.run import Run, open_run
+    from llmtrack.writer.throughput import Throughput
 
     __version__: str
 else:  # hidden from type checkers, which would otherwise take every misspelt name for one of ours
     from importlib import import_module
 
     _MODULES = {
+        "Cadence": "llmtrack.writer.cadence",
         "LlmtrackError": "llmtrack.writer.errors",
+        "Reducer": "llmtrack.writer.reduce",
         "Run": "llmtrack.writer.run",
+        "Throughput": "llmtrack.writer.throughput",
         "UsageError": "llmtrack.writer.errors",
         "checkpoint_id": "llmtrack.writer.checkpoint",
+        "flops": "llmtrack.writer.flops",
         "log_eval": "llmtrack.writer.evals",
         "new_run_id": "llmtrack.writer.lineage",
         "open_run": "llmtrack.writer.run",
@@ -34,7 +55,8 @@ else:  # hidden from type checkers, which would otherwise take every misspelt na
         if name == "__version__":
             value = import_module("importlib.metadata").version("llmtrack-log")
         elif name in _MODULES:
-            value = getattr(import_module(_MODULES[name]), name)
+            module = import_module(_MODULES[name])
+            value = getattr(module, name, module)  # flops is a module itself
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value

@@ -12,7 +12,6 @@ from .pending import PendingRow
 
 # One row of one `log` call: time in ns since the epoch, step, tokens, {name: value}. A tuple: the cheapest to make.
 Row = tuple[int, int, int, dict[str, float]]
-LateRow = tuple[int, int, int, PendingRow]
 
 Exit = Literal["finished", "preempted", "failed", "abandoned"]
 
@@ -48,6 +47,16 @@ class End:
     """The last item: the segment's end record."""
 
     values: dict[str, object]
+
+
+@dataclass(frozen=True)
+class LateRow:
+    """A row whose values are not known yet, in its place; what a `Row` has beside them."""
+
+    time_ns: int
+    step: int
+    tokens: int
+    values: PendingRow
 
 
 @dataclass
@@ -101,7 +110,10 @@ class Buffer:
             return
         self.close_gap()
         self.put_points = points
-        self.items.append((time_ns(), step, tokens, values))  # type: ignore[arg-type]  # one kind of row or the other
+        if isinstance(values, PendingRow):
+            self.items.append(LateRow(time_ns(), step, tokens, values))
+        else:
+            self.items.append((time_ns(), step, tokens, values))
 
     def put_item(self, item: Record | Barrier | End) -> None:
         """Append a record or a barrier, whatever waits before it."""
@@ -133,8 +145,10 @@ class Buffer:
         points = 0
         while self.items and points < limit_points:
             item = self.items.popleft()
-            if type(item) is tuple:
+            if isinstance(item, tuple):
                 points += len(item[3])
+            elif isinstance(item, LateRow):
+                points += len(item.values)
             items.append(item)
         if self.allowed_points != _NOTHING_FITS:
             # An empty queue is the moment at which both counts are known to be equal.

@@ -153,11 +153,18 @@ def _group(name: str, keys: Any, source: str) -> Group:
     patterns = keys.get("metrics", [])
     if not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise UsageError(f"{source}: metrics is {patterns}", hint='give patterns of names, as in ["train/*"]')
-    return Group(name, **{**keys, "metrics": tuple(patterns)})
+    given: dict[str, Any] = {**keys, "metrics": tuple(patterns)}
+    return Group(name, **given)
 
 
-_KINDS: Final = {"int": int, "str": str, "bool": bool, "tuple[str, ...]": list}
-_WORDS: Final = {int: "a whole number", str: "text in quotes", bool: "true or false", list: "a list", dict: "a table"}
+_KINDS: Final[dict[str, type]] = {"int": int, "str": str, "bool": bool, "tuple[str, ...]": list}
+_WORDS: Final[dict[type, str]] = {
+    int: "a whole number",
+    str: "text in quotes",
+    bool: "true or false",
+    list: "a list",
+    dict: "a table",
+}
 
 
 def _check_keys(table: Mapping[str, Any], kinds: Mapping[str, type], source: str) -> None:

@@ -26,7 +26,6 @@ from .buffer import Barrier, Buffer, End, Gap, Item, LateRow, Record, Row
 from .errors import LlmtrackError
 from .flag import Flag
 from .format import HEARTBEAT, SCHEMAS
-from .pending import PendingRow
 from .publish import sync_folder
 from .rows import RowEncoder
 from .seal import seal_part, seal_segment
@@ -211,13 +210,14 @@ class Drain:
     def _take_rows(self) -> list[Row]:
         """Return the rows up to what is no row, or is one whose values have not arrived."""
         rows: list[Row] = []
-        while self._taken and isinstance(self._taken[0], tuple):
-            row = self._taken[0]
-            if not isinstance(row[3], PendingRow):
-                rows.append(row)
+        while self._taken and not self._is_held_up:
+            item = self._taken[0]
+            if isinstance(item, tuple):
+                rows.append(item)
                 self._taken.popleft()
-            elif not self._settle_late(row):
-                self._is_held_up = True
+            elif isinstance(item, LateRow):
+                self._is_held_up = not self._settle_late(item)
+            else:
                 break
         return rows
 
@@ -241,7 +241,7 @@ class Drain:
 
     def _settle_late(self, row: LateRow) -> bool:
         """Put the values of a row whose turn it is in its place; return False while they are on their way."""
-        time_ns, step, tokens, late = row
+        late = row.values
         if not late.is_ready() and monotonic() < self._give_rows_up_at_s:
             return False
         self._taken.popleft()
@@ -250,13 +250,13 @@ class Drain:
                 raise RuntimeError("they had not arrived when the run ended")
             values = late.resolve()
         except _UNSTORABLE as error:
-            self._count_unstorable(step, tokens, len(late))
+            self._count_unstorable(row.step, row.tokens, len(late))
             self._warn("late_row", f"points that were on their way are lost, and counted as dropped: {error}")
             return True
         if late.lost_points:
-            self._count_unstorable(step, tokens, late.lost_points)
+            self._count_unstorable(row.step, row.tokens, late.lost_points)
         if values:
-            self._taken.appendleft((time_ns, step, tokens, values))
+            self._taken.appendleft((row.time_ns, row.step, row.tokens, values))
         return True
 
     def _append_rows(self, rows: list[Row]) -> None:

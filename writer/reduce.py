@@ -11,8 +11,9 @@ import hashlib
 import logging
 import math
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from operator import index
-from typing import TYPE_CHECKING, Final, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, SupportsFloat, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,16 @@ from .cadence import Cadence
 from .errors import UsageError
 from .reduction import Ranks, Reduction, is_distributed
 from .run import Run
+from .throughput import (
+    DATA_WAIT_S,
+    MAX_MEMORY_BYTES,
+    MEASURED,
+    MFU,
+    SLOWEST_TOKENS_PER_S,
+    STEP_TIME_S,
+    TOKENS_PER_S,
+    Throughput,
+)
 from .window import Kind, Metric, Window, number
 
 if TYPE_CHECKING:
@@ -47,6 +58,7 @@ class Reducer:
             one collective. Alerts of the run begin a burst.
         group: The ranks to reduce over; rank 0 of the run must be in it. Default: all.
         device: Where to add up; default: the current CUDA device where the group can use it, else the CPU.
+        throughput: Measures the speed of this rank; what it finds is logged with the other metrics.
         max_metrics: Most metrics that a group of the cadence may have. Its first log step, when the ranks do not know
             yet that they agree, sends room for so many.
 
@@ -60,6 +72,7 @@ class Reducer:
         every: int = 10,
         *,
         cadence: Cadence | None = None,
+        throughput: Throughput | None = None,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         max_metrics: int = 256,
@@ -68,6 +81,7 @@ class Reducer:
             raise UsageError(f"every={every}, max_metrics={max_metrics}", hint="both are at least 1")
         self.every: Final = every
         self.cadence: Final = cadence
+        self.throughput: Final = throughput
         self._run = run
         self._ranks = Ranks.of(group)
         if cadence is not None and is_distributed() and len(self._ranks) < dist.get_world_size():
@@ -85,6 +99,7 @@ class Reducer:
         self._reduction: Reduction | None = None
         self._known_meshes: set[DeviceMesh] = set()
         self._tokens = 0
+        self._has_impossible_mfu = False
         # Disabled, or a rank that knows of no other: nobody would log what is reduced.
         self._is_off = run.segment == 0
         if cadence is not None:
@@ -212,6 +227,8 @@ class Reducer:
         at = index(step)
         for window in self._windows.values():
             window.steps += 1
+        if self.throughput is not None:
+            self.throughput.end_step(index(tokens))
         due = [window for window in self._windows.values() if self._is_due(window, at)]
         if due:
             self._reduce(at, index(tokens), due, is_full=True)
@@ -226,6 +243,14 @@ class Reducer:
         if windows:
             self._reduce(index(step), index(tokens), windows, is_full=False)
 
+    def data_wait(self) -> AbstractContextManager[None]:
+        """Count the time in the block as waiting for data: ``with reducer.data_wait(): batch = next(batches)``."""
+        return nullcontext() if self.throughput is None else self.throughput.data_wait()
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Leave the time in the block out of the throughput: an evaluation, a checkpoint."""
+        return nullcontext() if self.throughput is None else self.throughput.pause()
+
     def _is_due(self, window: Window, step: int) -> bool:
         if window.group is None or self.cadence is None:
             return step % self.every == 0
@@ -238,6 +263,7 @@ class Reducer:
         self._finish_last(step)
         if self._is_off:
             return
+        self._measure(step, tokens, windows)
         wants_burst = self.cadence is not None and self.cadence.take_request()
         try:
             reduction = Reduction(
@@ -262,6 +288,29 @@ class Reducer:
             self._finish_last(step)
         elif reduction.out_of_place:
             _log.warning("llmtrack: at step %d, on this rank, %s", step, reduction.out_of_place)
+
+    def _measure(self, step: int, tokens: int, windows: list[Window]) -> None:
+        """Give the window that throughput belongs to what was measured in it, if it is one of these."""
+        if self.throughput is None or self._window_of(TOKENS_PER_S) not in windows:
+            return
+        speed = self.throughput.measure(tokens, len(self._ranks))
+        self.last(TOKENS_PER_S, speed.tokens_per_s)
+        self.min(SLOWEST_TOKENS_PER_S, speed.own_tokens_per_s)
+        self.last(STEP_TIME_S, speed.step_time_s)
+        self.max(DATA_WAIT_S, speed.data_wait_s)
+        self.last(MFU, speed.mfu)
+        self.max(MAX_MEMORY_BYTES, speed.max_memory_bytes)
+        if speed.mfu is not None and speed.mfu > 1 and not self._has_impossible_mfu:
+            self._has_impossible_mfu = True
+            self._run.alert(
+                "mfu",
+                f"the model uses {speed.mfu:.0%} of what its devices can do at most: the formula's terms, the peak or "
+                "the number of devices in the segment's flops are not those of this job",
+                step,
+                tokens,
+                metric=MFU,
+                value=speed.mfu,
+            )
 
     def _finish_last(self, step: int) -> None:
         """Take note of what the last reduction has shown to all ranks; it ended long ago."""
@@ -302,12 +351,18 @@ class Reducer:
     def _given(self, name: str, kind: Kind, order: float = 2.0) -> Metric:
         metric = self._metrics.get(name)
         if metric is None:
-            group = None if self.cadence is None else self.cadence.group_of(name)
-            metric = self._metrics[name] = self._windows[group].metric(name, kind, order)
+            metric = self._metrics[name] = self._window_of(name).metric(name, kind, order)
         elif metric.kind is not kind or metric.order != order:
             raise UsageError(f"{metric} was given as {kind.value} now", hint="give it another name")
         metric.was_given = True
         return metric
+
+    def _window_of(self, name: str) -> Window:
+        if self.cadence is None:
+            return self._windows[None]
+        # What is measured together is logged together.
+        is_measured = self.throughput is not None and name in MEASURED
+        return self._windows[self.cadence.group_of(TOKENS_PER_S if is_measured else name)]
 
 
 def _device(given: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
@@ -324,7 +379,7 @@ def _setup_number(every: int, max_metrics: int, cadence: Cadence | None) -> floa
     return float(int.from_bytes(digest, "little"))
 
 
-def _partial_norm(value: object) -> tuple[DTensor, float] | None:
+def _partial_norm(value: Any) -> tuple[DTensor, float] | None:
     """Return a norm whose parts are still on the ranks, and its order; None for what is global already."""
     module = sys.modules.get("torch.distributed.tensor")  # where nobody imported that, nothing is a DTensor
     kind = getattr(module, "DTensor", None)

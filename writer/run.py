@@ -29,6 +29,8 @@ from .worker import Worker
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .flops import Flops
+
     Value = SupportsFloat | Tensor
 
 _log = logging.getLogger("llmtrack")
@@ -257,12 +259,13 @@ class RecordingRun(Run):
         if not isinstance(metrics, Mapping):
             raise UsageError(f"metrics are a {type(metrics).__name__}", hint="give a dict of name -> number")
         values = {_name(name): take_value(name, value) for name, value in metrics.items()}
-        if any(isinstance(value, PendingValue) for value in values.values()):
+        known: dict[str, float] = {name: value for name, value in values.items() if not isinstance(value, PendingValue)}
+        if len(known) < len(values):
             self.log_later(DeviceRow(values), step, tokens)
-        else:
-            at_step, at_tokens = self._place(step, tokens)
-            if values:
-                self._put(at_step, at_tokens, values)  # type: ignore[arg-type]  # none of them is pending
+            return
+        at_step, at_tokens = self._place(step, tokens)
+        if known:
+            self._put(at_step, at_tokens, known)
 
     def log_later(self, row: PendingRow, step: SupportsIndex, tokens: SupportsIndex) -> None:
         """Put a row in memory whose values are still on their way; see `Run.log_later`."""
@@ -410,6 +413,7 @@ def open_run(
     on_rollback: Literal["fork", "continue"] = "fork",
     fork: bool = False,
     preempt_signal: int | None = None,
+    flops: Flops | None = None,
     settings: Settings | None = None,
 ) -> Run:
     """Open a run, or go on with the one that a checkpoint belongs to: every process lifetime is a segment of a run.
@@ -432,6 +436,8 @@ def open_run(
         fork: Open a child run whatever the rules say.
         preempt_signal: Signal that means the job is about to be killed, such as ``signal.SIGTERM``: everything is made
             durable, the segment ends as preempted, then what was installed for that signal before happens.
+        flops: What a token costs and the devices can do, from `llmtrack.flops.estimate`; kept for whoever computes the
+            utilisation again.
         settings: Limits of memory and time.
 
     Raises:
@@ -450,7 +456,7 @@ def open_run(
             opening = open_segment(
                 where, run_id=run_id, checkpoint=checkpoint, recipe=recipe, on_rollback=on_rollback, fork=fork
             )
-            start = _start_record(opening, started_ms, project, run_name, config)
+            start = _start_record(opening, started_ms, project, run_name, config, flops=flops)
             run = RecordingRun(opening, start, settings or Settings())
         except OSError as error:
             raise LlmtrackError(
@@ -475,7 +481,9 @@ def _root(root: str | os.PathLike[str] | None) -> Path:
     return Path(given)
 
 
-def _start_record(opening: Opening, time_ms: int, project: str, run_name: str | None, config: object) -> Record:
+def _start_record(
+    opening: Opening, time_ms: int, project: str, run_name: str | None, config: object, *, flops: Flops | None
+) -> Record:
     values = {
         **process_identity(),
         "time": time_ms,
@@ -492,6 +500,7 @@ def _start_record(opening: Opening, time_ms: int, project: str, run_name: str | 
         "recipe": opening.recipe,
         "recipe_diff": opening.recipe_diff,
         "config": None if config is None else json.dumps(redact(config)),
+        "flops": None if flops is None else flops.to_json(),
     }
     return Record("segments", values)
 

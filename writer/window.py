@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Set as AbstractSet
 from enum import Enum
-from typing import Final, SupportsFloat
+from typing import Any, Final, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -153,13 +153,13 @@ class Metric:
     def _scalar(self, value: Tensor) -> Tensor:
         """Return a value without its graph, as one number."""
         if type(value) is not Tensor and hasattr(value, "to_local"):
-            placements = value.placements  # type: ignore[attr-defined]  # a DTensor
-            if not all(placement.is_replicate() for placement in placements):
+            shards: Any = value  # a DTensor, without the import of what it is
+            if not all(placement.is_replicate() for placement in shards.placements):
                 raise UsageError(
-                    f"{self.name!r} is a DTensor placed as {placements}: each rank has a part of it",
+                    f"{self.name!r} is a DTensor placed as {shards.placements}: each rank has a part of it",
                     hint="give .full_tensor(), or to grad_norm what clip_grad_norm_ returned",
                 )
-            value = value.to_local()
+            value = shards.to_local()
         if value.dim():
             if value.numel() != 1:
                 raise UsageError(f"{self.name!r} is a tensor of shape {tuple(value.shape)}", hint="reduce it first")

@@ -263,10 +263,15 @@ def checkpointed(job: Job) -> None:
                 reducer.flush(step, step)
 
 
+def _group(*ranks: int) -> Any:
+    """Return a group of these ranks; on others, something that torch takes for one."""
+    return dist.new_group(list(ranks))
+
+
 def subgroups(job: Job) -> str | None:
     """Tensor parallelism over pairs: ranks 0 and 2 have the same part of the model, and so have 1 and 3."""
-    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    pair = dist.new_group([0, 1])
+    replicas = [_group(0, 2), _group(1, 3)]
+    pair = _group(0, 1)
     with job.run() as run:
         reducer = Reducer(run, every=1, group=replicas[job.rank % 2])
         for step in (1, 2):
@@ -280,7 +285,7 @@ def subgroups(job: Job) -> str | None:
 
 def destroyed(job: Job) -> None:
     """The trainer leaves a group before the run is finished."""
-    group = dist.new_group(list(range(job.world_size)))
+    group = _group(*range(job.world_size))
     with job.run() as run:
         reducer = Reducer(run, every=1, group=group)
         for step in (1, 2, 3):

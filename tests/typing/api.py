@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, assert_type
 
+from torch import Tensor
+
 import llmtrack
 
 
@@ -19,6 +21,7 @@ def train(root: Path, saved: dict[str, Any] | None, loss: float) -> None:
         recipe={"lr": 3e-4, "schedule": {"warmup": 2000}},
         checkpoint=saved,
         on_rollback="continue",
+        flops=llmtrack.flops.estimate("6n", parameters=7e9),
     )
     assert_type(run, llmtrack.Run)
     assert_type(run.run_id, str)
@@ -32,6 +35,26 @@ def train(root: Path, saved: dict[str, Any] | None, loss: float) -> None:
     run.alert("data", "a shard was empty", step=1, tokens=4096)
     assert_type(run.flush(timeout=10.0), bool)
     run.finish()
+
+
+def reduce(run: llmtrack.Run, loss: Tensor, file: Path) -> None:
+    """What a training loop gives is put together over micro-batches and ranks."""
+    cadence = llmtrack.Cadence.load(file)
+    assert_type(cadence, llmtrack.Cadence)
+    assert_type(cadence.due("per_layer", 100), bool)
+    flops = llmtrack.flops.estimate("palm", parameters=7e9, layers=32, heads=32, head_dim=128, sequence=4096)
+    assert_type(flops.mfu(1e5), float | None)
+    reducer = llmtrack.Reducer(run, every=10, cadence=cadence, throughput=llmtrack.Throughput(flops))
+    reducer.mean("train/loss", loss, weight=loss.new_tensor(4096))
+    reducer.mean("train/aux", None)
+    reducer.sum("data/documents", 3)
+    reducer.min("data/oldest", 3.5)
+    reducer.max("throughput/slowest", 3.5, names_rank=False)
+    reducer.last("train/lr", 3e-4)
+    reducer.grad_norm(loss)
+    with reducer.data_wait(), reducer.pause():
+        reducer.step(1, 4096)
+    reducer.flush(step=1, tokens=4096)
 
 
 def by_context(root: str) -> None:

@@ -27,7 +27,7 @@ class Training:
         run = llmtrack.open_run(root)
         assert isinstance(run, RecordingRun)
         self.run = run
-        self.reducer = Reducer(run, **{"every": 1, **given})
+        self.reducer = Reducer(run, given.pop("every", 1), **given)
 
     def end(self) -> Segment:
         """Finish the run and read it."""
