@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from llmtrack.writer.errors import CorruptSegmentError, FormatError, UsageError
 from llmtrack.writer.format import (
@@ -22,14 +21,14 @@ from llmtrack.writer.format import (
     HEARTBEAT,
     PART_FILE,
     RUN_FOLDER,
-    SCHEMAS,
     SEALED_SUFFIX,
     SEGMENT_FOLDER,
     part_name,
 )
-from llmtrack.writer.stream import Damage, RawPart, decode_parts, read_raw_part
+from llmtrack.writer.stream import Damage, RawPart, read_raw_part
 
 from .columns import EPOCH, to_column
+from .decode import Found, decode
 from .files import (
     VANISHED,
     Listing,
@@ -120,21 +119,6 @@ class _Segment:
             return self.heartbeat or self.reached
         far = max(self.reached, self.heartbeat, key=lambda place: place.tokens)
         return Reached(max(self.reached.time, self.heartbeat.time), far.step, far.tokens, self.heartbeat.dropped)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """One open part that was read; its rows from `before_seq` on stand in a later part again."""
-
-    segment: _Segment
-    table: str
-    part: int
-    raw: RawPart
-    before_seq: int | None = None
-
-    @property
-    def has_doubles(self) -> bool:
-        return self.before_seq is not None and (self.raw.last_seq or 0) >= self.before_seq
 
 
 class Log:
@@ -249,7 +233,7 @@ class Log:
             listed += new
             done |= wanted
             wanted = {parent for run_id in wanted for parent in self._parents[run_id]} & there - done
-        pending: list[_Found] = []
+        pending: list[Found] = []
         pending_bytes = 0
         for segment, listing in listed:
             found = self._read_segment(segment, listing, news, points=take_points is not None)
@@ -346,7 +330,7 @@ class Log:
                 if any(_has_changed(segment, listing, table, part) for part in paths):
                     by_table[table].append((segment, paths))
         for table, changed in by_table.items():
-            found: list[_Found] = []
+            found: list[Found] = []
             for segment, paths in changed:
                 if any((table, part) in segment.open for part in paths):
                     news.replaced[table].add(segment.key)
@@ -356,7 +340,7 @@ class Log:
                     found = []
             self._decode_small(table, found, news)
 
-    def _read_small_parts(self, segment: _Segment, table: str, paths: Mapping[int, str]) -> Iterator[_Found]:
+    def _read_small_parts(self, segment: _Segment, table: str, paths: Mapping[int, str]) -> Iterator[Found]:
         """Yield the parts of a small table in one segment, the last one first."""
         before_seq: int | None = None
         for part, path in paths.items():
@@ -367,10 +351,10 @@ class Log:
             segment.open[table, part] = _Progress()
             if raw is not None:
                 segment.open[table, part].size = raw.next_offset + raw.torn_bytes
-                yield _Found(segment, table, part, raw, before_seq)
+                yield Found(*segment.key, table, part, raw, before_seq)
                 before_seq = _lower(before_seq, raw.first_seq)
 
-    def _decode_small(self, table: str, found: Sequence[_Found], news: News) -> None:
+    def _decode_small(self, table: str, found: Sequence[Found], news: News) -> None:
         rows, _ = self._decode(found)
         if rows is None:
             return
@@ -382,7 +366,7 @@ class Log:
                     self._parents[row["run_id"]].add(row["from_run"])
                     self._places.add((row["from_run"], row["from_segment"]))
 
-    def _read_segment(self, segment: _Segment, listing: Listing, news: News, *, points: bool) -> list[_Found]:
+    def _read_segment(self, segment: _Segment, listing: Listing, news: News, *, points: bool) -> list[Found]:
         """Read the heartbeat and the new points of a segment; list it again when its parts vanish meanwhile."""
         for attempt in range(_TRIES):
             if attempt or (points and not segment.ended):  # what was written since its records were read counts too
@@ -405,7 +389,7 @@ class Log:
         self._faults[segment.folder] = fault
         return []
 
-    def _read_points(self, segment: _Segment, listing: Listing, news: News) -> list[_Found]:
+    def _read_points(self, segment: _Segment, listing: Listing, news: News) -> list[Found]:
         """Read what is new in the open parts of metrics.
 
         Raises:
@@ -417,7 +401,7 @@ class Log:
             if _has_changed(segment, listing, "metrics", part):
                 before = segment.open.get(("metrics", part), _Progress())
                 read[part] = self._read_raw(segment, listing.open["metrics", part], before.offset)
-        found: list[_Found] = []
+        found: list[Found] = []
         before_seq: int | None = None  # rows from here on stand in a later part too
         oldest = min(parts, default=0)
         later_sealed = {part for part, is_sound in segment.sealed.items() if is_sound and part > oldest > 0}
@@ -435,7 +419,7 @@ class Log:
                 progress.first_seq = _lower(progress.first_seq, raw.first_seq)
                 progress.last_seq = max(progress.last_seq, -1 if raw.last_seq is None else raw.last_seq)
                 if raw.messages:
-                    found.append(_Found(segment, "metrics", part, raw, before_seq))
+                    found.append(Found(*segment.key, "metrics", part, raw, before_seq))
             before_seq = _lower(before_seq, progress.first_seq)
         return found
 
@@ -445,8 +429,12 @@ class Log:
         Raises:
             FileNotFoundError: It was sealed, or deleted, meanwhile.
         """
+        lost: tuple[Damage, ...] = ()
         try:
             raw = read_raw_part(path, offset=offset, live=not segment.ended)
+            if raw.torn_bytes and not segment.ended and time.time() - modified_s(path) > _QUIET_S:
+                # Nobody is about to write the rest. If all of it is there and fails its check, something was lost.
+                lost = read_raw_part(path, offset=raw.next_offset, live=False).damages
         except FormatError as error:  # of a newer version
             self._faults[path] = Damage(error.path, error.offset, size_of(path), error.reason)
             return None
@@ -456,20 +444,17 @@ class Log:
             self._faults[path] = Damage(Path(path), offset, size_of(path), os.strerror(error.errno or 0))
             return None
         self._faults.pop(path, None)
-        if raw.torn_bytes and not segment.ended and time.time() - modified_s(path) > _QUIET_S:
-            # Nobody is about to write the rest. If all of it is there and fails its check, something was lost.
-            lost = read_raw_part(path, offset=raw.next_offset, live=False).damages
-            self._faults.update((path, damage) for damage in lost)
+        self._faults.update((path, damage) for damage in lost)
         earlier = self._damages.pop(path, ()) if offset else ()
-        if damages := (*earlier, *raw.damages):
-            self._damages[path] = damages
+        if damages := dict.fromkeys((*earlier, *raw.damages)):
+            self._damages[path] = tuple(damages)
         else:
             self._damages.pop(path, None)
         return raw
 
     # Decoding
 
-    def _decode_points(self, found: Sequence[_Found], take_points: Callable[[pa.Table], None] | None) -> None:
+    def _decode_points(self, found: Sequence[Found], take_points: Callable[[pa.Table], None] | None) -> None:
         """Hand on the points of some parts, and note how far their segments came."""
         rows, counts = self._decode(found)
         if rows is None:
@@ -477,58 +462,22 @@ class Log:
         last_rows = to_column([end - 1 for end in itertools.accumulate(count for _, count in counts)], pa.int64())
         places = [rows[name].take(last_rows).cast(pa.int64()).to_pylist() for name in ("time", "step", "tokens")]
         for (one, _), time_ms, step, tokens in zip(counts, *places, strict=True):
-            one.segment.reach(Reached(EPOCH + dt.timedelta(milliseconds=time_ms), step, tokens))
+            self._runs[one.run_id][one.segment].reach(Reached(EPOCH + dt.timedelta(milliseconds=time_ms), step, tokens))
         if take_points is not None:
             take_points(rows)
 
-    def _decode(self, found: Sequence[_Found]) -> tuple[pa.Table | None, list[tuple[_Found, int]]]:
-        """Return the rows of some parts with their keys in front, and how many each part that has any has.
-
-        Rows that a later part has again are left out. All is one chunk: DuckDB pays for every chunk of every column.
-        """
+    def _decode(self, found: Sequence[Found]) -> tuple[pa.Table | None, list[tuple[Found, int]]]:
+        """Decode parts; one that cannot be decoded counts as damaged, and the others do not suffer."""
         if not found:
             return None, []
         try:
-            rows, counts = decode_parts([one.raw for one in found])
+            return decode(found)
         except CorruptSegmentError as error:
-            if len(found) > 1:  # the others must not suffer
+            if len(found) > 1:
                 return self._decode([one for one in found if self._decode([one])[0] is not None])
-            self._faults[str(error.path)] = Damage(error.path, 0, size_of(str(error.path)), error.reason)
+            path = str(error.path)
+            self._faults[path] = Damage(error.path, 0, size_of(path), error.reason)
             return None, []
-        if any(one.has_doubles for one in found):
-            starts = itertools.accumulate(counts, initial=0)
-            pieces = [rows.slice(start, count) for start, count in zip(starts, counts, strict=False)]
-            pieces = [
-                piece.filter(pc.less(piece["seq"], one.before_seq)) if one.has_doubles else piece
-                for one, piece in zip(found, pieces, strict=True)
-            ]
-            rows, counts = pa.concat_tables(pieces), [len(piece) for piece in pieces]
-        rows = _in_columns(rows.combine_chunks(), SCHEMAS[found[0].table])
-        filled = [(one, count) for one, count in zip(found, counts, strict=True) if count]
-        ends = to_column(list(itertools.accumulate(count for _, count in filled)), pa.int64())
-        for index, (name, values) in enumerate(
-            (
-                ("run_id", to_column([one.segment.run_id for one, _ in filled], pa.string())),
-                ("segment", to_column([one.segment.number for one, _ in filled], pa.int64())),
-                ("part", to_column([one.part for one, _ in filled], pa.int64())),
-            )
-        ):
-            runs = pa.Array.from_buffers(
-                pa.run_end_encoded(ends.type, values.type), len(rows), [None], children=[ends, values]
-            )
-            repeated = pc.run_end_decode(runs)
-            rows = rows.add_column(index, pa.field(name, values.type), repeated)
-        return rows, filled
-
-
-def _in_columns(rows: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return rows in the columns that we know: one that was not yet written is null, one not yet known is left out."""
-    if rows.column_names == schema.names:
-        return rows
-    columns = [
-        rows[column.name] if column.name in rows.column_names else pa.nulls(len(rows), column.type) for column in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _has_changed(segment: _Segment, listing: Listing, table: str, part: int) -> bool:

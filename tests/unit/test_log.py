@@ -201,6 +201,16 @@ def test_rows_that_the_next_part_has_again_count_once(tmp_path: Path, folder: Pa
     assert Reader(tmp_path).read() == [1.0, 2.0, 3.0, 104.0, 105.0, 106.0]
 
 
+def test_a_part_that_the_next_one_has_whole_counts_for_nothing(tmp_path: Path, folder: Path) -> None:
+    """Not one row of it is left."""
+    append(folder, points(1, 3)).close(ended=False)
+    append(folder, points(1, 4), part=2).close()
+    assert Reader(tmp_path).read() == [1.0, 2.0, 3.0, 4.0]
+    (folder / part_name("metrics", 2)).rename(folder / part_name("metrics", 12))
+    append(folder, [], part=2).close()
+    assert Reader(tmp_path).read() == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_rows_read_before_the_next_part_had_them_again_are_taken_back(tmp_path: Path, folder: Path) -> None:
     """The same when the second part appears between two reads."""
     append(folder, points(1, 5)).close(ended=False)
