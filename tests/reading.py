@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+DROPPED = "tracker/dropped"  # the writer's own metric
 _PART = re.compile(r"([a-z]+)-([0-9]+)\.(arrows|parquet)")
 
 
@@ -34,10 +35,10 @@ class Segment:
         return self.tables.get(table, [])
 
     def rows(self) -> list[Row]:
-        """Return the rows of metrics in order, without the writer's own `tracker/…`."""
+        """Return the rows of metrics in order, without the writer's own."""
         rows: dict[int, Row] = {}
         for point in self["metrics"]:
-            if not point["name"].startswith("tracker/"):
+            if point["name"] != DROPPED:
                 row = rows.setdefault(point["seq"], Row(point["seq"], point["step"], point["tokens"], {}))
                 assert point["name"] not in row.bits, f"point twice: {point}"
                 row.bits[point["name"]] = bits(point["value"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llmtrack.writer.buffer import Row
 from llmtrack.writer.rows import RowEncoder
 from llmtrack.writer.stream import PartWriter, encode_batch
+from tests.reading import DROPPED
 
 INT64_MAX = (1 << 63) - 1
 
@@ -20,7 +21,7 @@ names = st.one_of(
         ["train/loss", "train/grad_norm", "eval/mmlu/acc", "損失", "потеря/обучение", "🔥", "a'b\"c", "../x", " "]
     ),
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
-)
+).filter(lambda name: name != DROPPED)
 
 # All doubles: NaN of any kind, infinities, -0.0 and denormals among them.
 doubles = st.one_of(
