@@ -287,7 +287,7 @@ class RecordingRun(Run):
         self, path: str | os.PathLike[str], step: SupportsIndex, tokens: SupportsIndex, *, full: bool = False
     ) -> None:
         """Record a checkpoint once it is saved; see `Run.checkpoint`."""
-        record = self._record("checkpoints", step, tokens, path=os.fspath(path))
+        record = self._record("checkpoints", step, tokens, path=os.path.abspath(path))  # read from other folders, too
         if self._is_over:
             return
         self._recording = [waiting for waiting in self._recording if not waiting.durable.is_set()]
