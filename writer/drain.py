@@ -242,17 +242,18 @@ class Drain:
     def _settle_late(self, row: LateRow) -> bool:
         """Put the values of a row whose turn it is in its place; return False while they are on their way."""
         late = row.values
-        if not late.is_ready() and monotonic() < self._give_rows_up_at_s:
-            return False
-        self._taken.popleft()
         try:
             if not late.is_ready():
+                if monotonic() < self._give_rows_up_at_s:
+                    return False
                 raise RuntimeError("they had not arrived when the run ended")
             values = late.resolve()
         except _UNSTORABLE as error:
+            self._taken.popleft()
             self._count_unstorable(row.step, row.tokens, len(late))
             self._warn("late_row", f"points that were on their way are lost, and counted as dropped: {error}")
             return True
+        self._taken.popleft()
         if late.lost_points:
             self._count_unstorable(row.step, row.tokens, late.lost_points)
         if values:

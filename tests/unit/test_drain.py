@@ -12,6 +12,7 @@ import torch
 
 from llmtrack.writer.buffer import Barrier, Buffer, End, Record
 from llmtrack.writer.drain import Drain
+from llmtrack.writer.pending import PendingRow
 from llmtrack.writer.settings import Settings
 from llmtrack.writer.tensors import DeviceValue
 from tests.faults import TINY
@@ -100,6 +101,32 @@ def test_a_point_that_cannot_be_stored_is_counted_and_costs_no_other(
     (gap,) = segment["gaps"]
     assert (gap["first_tokens"], gap["last_tokens"], gap["points"], gap["reason"]) == (20, 30, 2, "bad_value")
     assert segment.end["dropped"] == 2
+    assert len(caplog.records) == 1
+
+
+class Failing(PendingRow):
+    """A row on a device that fails: CUDA says so whenever it is asked for anything."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def is_ready(self) -> bool:  # noqa: D102  # as in the base
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def test_a_device_that_fails_costs_the_rows_that_were_on_it(
+    open_log: Callable[..., Log], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are counted; the rows that say how it came to that, and the end, are in the log."""
+    log = open_log()
+    log.buffer.put(1, 10, {"before": 1.0})
+    for step in (2, 3):
+        log.buffer.put(step, step * 10, Failing())
+    log.buffer.put(4, 40, {"after": 1.0})
+    segment = log.end()
+    assert segment.steps() == [1, 4]
+    assert [(gap["first_tokens"], gap["last_tokens"], gap["points"]) for gap in segment["gaps"]] == [(20, 30, 6)]
+    assert segment.end["exit"] == "finished"
     assert len(caplog.records) == 1
 
 
