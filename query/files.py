@@ -6,6 +6,7 @@ import datetime as dt
 import errno
 import json
 import os
+import re
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ _PARQUET_TAIL_BYTES: Final = 8  # the length of the footer, and the magic number
 _PARQUET_LEAST_BYTES: Final = 12
 # How Thrift writes the key in the footer and, behind it, the eight characters of the value.
 _CHECK: Final = CHECK_KEY.encode() + b"\x18\x08"
+_TOKENS_MIN: Final = re.compile(rb"llmtrack\.tokens_min\x18[\x01-\x13](\d{1,19})")
 
 
 @dataclass(frozen=True)
@@ -122,25 +124,32 @@ def parquet_fault(path: str) -> str:
         return os.strerror(error.errno or 0)
 
 
-def sealed_fault(path: str) -> str:
-    """Return what is wrong with a sealed part, from the checksum over all its bytes; nothing when it is intact.
+def check_sealed(path: str) -> tuple[str, int | None]:
+    """Compare the checksum over all bytes of a sealed part.
 
     DuckDB does not look at the checksums of pages: it takes a changed byte for a value.
+
+    Returns:
+        What is wrong with it, nothing when it is intact; and the lowest tokens in it, None when it does not say.
     """
     try:
         data = memoryview(Path(path).read_bytes())
     except OSError as error:
-        return os.strerror(error.errno or 0)
+        return os.strerror(error.errno or 0), None
     if fault := _tail_fault(bytes(data[-_PARQUET_TAIL_BYTES:]), len(data)):
-        return fault
+        return fault, None
     footer_begin = len(data) - _PARQUET_TAIL_BYTES - int.from_bytes(data[-8:-4], "little")
-    at = bytes(data[footer_begin:]).rfind(_CHECK)
+    footer = bytes(data[footer_begin:])
+    first = _TOKENS_MIN.search(footer)
+    first_tokens = int(first[1]) if first else None
+    at = footer.rfind(_CHECK)
     if at < 0:
-        return pages_fault(path)  # another program's
+        return pages_fault(path), None  # another program's
     digits = footer_begin + at + len(_CHECK)
     crc = zlib.crc32(b"00000000", zlib.crc32(data[:digits]))
     crc = zlib.crc32(data[digits + 8 :], crc)
-    return "" if f"{crc:08x}".encode() == bytes(data[digits : digits + 8]) else "fails its checksum"
+    is_intact = f"{crc:08x}".encode() == bytes(data[digits : digits + 8])
+    return ("" if is_intact else "fails its checksum"), first_tokens
 
 
 def pages_fault(path: str) -> str:

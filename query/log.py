@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from llmtrack.writer.errors import CorruptSegmentError, FormatError, UsageError
 from llmtrack.writer.format import (
@@ -33,6 +34,7 @@ from .files import (
     VANISHED,
     Listing,
     Reached,
+    check_sealed,
     list_names,
     list_segment,
     modified_s,
@@ -40,7 +42,6 @@ from .files import (
     pages_fault,
     parquet_fault,
     read_heartbeat,
-    sealed_fault,
     sealed_first_seq,
     sealed_reached,
     size_of,
@@ -92,6 +93,7 @@ class _Segment:
     ended: bool = False
     open: dict[tuple[str, int], _Progress] = field(default_factory=dict)
     sealed: dict[int, bool] = field(default_factory=dict)  # part: whether it is to be read
+    first_tokens: dict[int, int | None] = field(default_factory=dict)  # by part; None: unknown
     heartbeat: Reached | None = None
     reached: Reached | None = None  # by its points
     reached_part: int = 0  # the sealed part that was asked last
@@ -151,7 +153,6 @@ class Log:
         self._faults: dict[str, Damage] = {}  # what could not be, so far
         self._set_aside: set[str] = set()
         self._parents: dict[str, set[str]] = defaultdict(set)
-        self._places: set[_Key] = set()  # segments that others start from
 
     def run_ids(self) -> list[str]:
         """Return the ids of all runs in the root, sorted, from one listing."""
@@ -161,12 +162,12 @@ class Log:
         """Return every segment whose folder is there, whether its start can be read or not."""
         return [segment.key for segment in self._segments()]
 
-    def sealed_parts(self, *, places: bool = False) -> list[str]:
-        """Return the paths of the sealed parts that can be read; with `places` of segments that others start from."""
+    def sealed_parts(self, keys: Collection[_Key] | None = None) -> list[str]:
+        """Return the paths of the sealed parts that can be read, of all segments or of some."""
         return [
             segment.sealed_path(part)
             for segment in self._segments()
-            if not places or segment.key in self._places
+            if keys is None or segment.key in keys
             for part, is_sound in sorted(segment.sealed.items())
             if is_sound
         ]
@@ -178,6 +179,14 @@ class Log:
     def reached(self) -> list[tuple[str, int, Reached]]:
         """Return how far each segment without an end record is known to have come."""
         return [(*segment.key, place) for segment in self._segments() if (place := segment.known()) is not None]
+
+    def first_tokens(self) -> list[tuple[str, int, int | None]]:
+        """Return the lowest tokens of the points of each segment that has points; None where that is not known."""
+        return [
+            (*segment.key, None if None in firsts else min(first for first in firsts if first is not None))
+            for segment in self._segments()
+            if (firsts := segment.first_tokens.values())
+        ]
 
     def damages(self) -> list[tuple[_Key, Damage]]:
         """Return what could not be read, and the run and segment it belongs to (segment 0: the run as a whole)."""
@@ -268,7 +277,7 @@ class Log:
         for name in list_names(folder):
             path = f"{folder}/{name}"
             if name.endswith(SEALED_SUFFIX) and not self._evals.get(path):
-                self._evals[path] = self._is_sound(path, pages_fault if self._check else parquet_fault)
+                self._evals[path] = self._is_sound(path, (pages_fault if self._check else parquet_fault)(path))
 
     def _list_run(self, run_id: str, news: News) -> Iterator[tuple[_Segment, Listing]]:
         """Yield the segments in which something may have changed, and their files."""
@@ -297,8 +306,9 @@ class Log:
         listing = list_segment(segment.folder)
         for part in sorted(listing.sealed):
             if not segment.sealed.get(part):  # a copy that is under way may be whole the next time
-                fault = sealed_fault if self._check else parquet_fault
-                segment.sealed[part] = self._is_sound(segment.sealed_path(part), fault)
+                path = segment.sealed_path(part)
+                fault, segment.first_tokens[part] = check_sealed(path) if self._check else (parquet_fault(path), None)
+                segment.sealed[part] = self._is_sound(path, fault)
             if segment.sealed[part]:  # it is complete, whatever else lies there
                 listing.open.pop(("metrics", part), None)
                 read_earlier = segment.open.pop(("metrics", part), None)
@@ -306,11 +316,11 @@ class Log:
                     news.taken_back.append((*segment.key, part, 0))
         return listing
 
-    def _is_sound(self, path: str, fault_of: Callable[[str], str]) -> bool:
+    def _is_sound(self, path: str, fault: str) -> bool:
         """Return whether a Parquet file is to be read, and count it as damaged otherwise."""
         if path in self._set_aside:
             return False
-        if fault := fault_of(path):
+        if fault:
             self._faults[path] = Damage(Path(path), 0, size_of(path), fault)
         else:
             self._faults.pop(path, None)
@@ -364,7 +374,6 @@ class Log:
                 self._runs[row["run_id"]][row["segment"]].ended |= row["phase"] == "end"
                 if row["from_run"] is not None:
                     self._parents[row["run_id"]].add(row["from_run"])
-                    self._places.add((row["from_run"], row["from_segment"]))
 
     def _read_segment(self, segment: _Segment, listing: Listing, news: News, *, points: bool) -> list[Found]:
         """Read the heartbeat and the new points of a segment; list it again when its parts vanish meanwhile."""
@@ -459,10 +468,15 @@ class Log:
         rows, counts = self._decode(found)
         if rows is None:
             return
-        last_rows = to_column([end - 1 for end in itertools.accumulate(count for _, count in counts)], pa.int64())
+        ends = list(itertools.accumulate(count for _, count in counts))
+        last_rows = to_column([end - 1 for end in ends], pa.int64())
         places = [rows[name].take(last_rows).cast(pa.int64()).to_pylist() for name in ("time", "step", "tokens")]
-        for (one, _), time_ms, step, tokens in zip(counts, *places, strict=True):
-            self._runs[one.run_id][one.segment].reach(Reached(EPOCH + dt.timedelta(milliseconds=time_ms), step, tokens))
+        for (one, count), end, time_ms, step, last_tokens in zip(counts, ends, *places, strict=True):
+            segment = self._runs[one.run_id][one.segment]
+            segment.reach(Reached(EPOCH + dt.timedelta(milliseconds=time_ms), step, last_tokens))
+            first: int = pc.min(rows["tokens"].slice(end - count, count)).as_py()
+            known = segment.first_tokens.get(one.part, first)
+            segment.first_tokens[one.part] = None if known is None else min(first, known)
         if take_points is not None:
             take_points(rows)
 

@@ -7,6 +7,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -30,6 +31,7 @@ _EVALS: Final = pa.schema([_KEYS[0], ("file", pa.string()), ("row_number", pa.in
 _REACHED: Final = pa.schema(
     [*_KEYS, ("time", TIME), ("step", pa.int64()), ("tokens", pa.int64()), ("dropped", pa.int64())]
 )
+_FIRSTS: Final = pa.schema([*_KEYS, ("tokens", pa.int64())])
 _DAMAGES: Final = pa.schema(
     [*_KEYS, ("path", pa.string()), ("first_byte", pa.int64()), ("end_byte", pa.int64()), ("reason", pa.string())]
 )
@@ -43,6 +45,15 @@ _CONFIG: Final[dict[str, str | bool | int | float | list[str]]] = {
 }
 
 
+@dataclass(frozen=True)
+class _Files:
+    """What the views name: sealed parts, those among them that starts are compared with (None: no need), evals."""
+
+    parts: list[str]
+    before: list[str] | None
+    evals: list[str]
+
+
 class _State:
     """What belongs to one connection."""
 
@@ -52,7 +63,7 @@ class _State:
         self.points = points
         self.stalled = dt.timedelta(seconds=stalled_s)
         self.lost = dt.timedelta(seconds=lost_s)
-        self.files: tuple[list[str], list[str], list[str]] | None = None  # those that the views name
+        self.files: _Files | None = None
 
 
 _states: weakref.WeakKeyDictionary[duckdb.DuckDBPyConnection, _State] = weakref.WeakKeyDictionary()
@@ -168,6 +179,7 @@ def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
         "reached",
         to_table(_REACHED, [(run, number, r.time, r.step, r.tokens, r.dropped) for run, number, r in log.reached()]),
     )
+    _replace(con, "firsts", to_table(_FIRSTS, log.first_tokens()))
     _replace(
         con,
         "damages",
@@ -175,13 +187,14 @@ def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
     )
     now = dt.datetime.now(dt.UTC)
     _replace(con, "now", to_table(_NOW, [(now, now - state.stalled, now - state.lost)]))
-    files = (log.sealed_parts(), log.sealed_parts(places=True), log.eval_files())
     tables, views = (
         resources.files("llmtrack.query").joinpath("views.sql").read_text(encoding="utf-8").split(_VIEWS_BEGIN)
     )
     con.execute(tables)
+    places = con.execute("SELECT DISTINCT before_run, before_segment FROM log.befores").fetchall()
+    files = _Files(log.sealed_parts(), log.sealed_parts(set(places)) if places else None, log.eval_files())
     if files != state.files:
-        _name_files(con, *files)
+        _name_files(con, files)
     if state.files is None:
         con.execute(_VIEWS_BEGIN + views)
         if not state.points:  # an empty view would look like an answer
@@ -189,23 +202,21 @@ def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
     state.files = files
 
 
-def _name_files(
-    con: duckdb.DuckDBPyConnection, parts: Sequence[str], places: Sequence[str], evals: Sequence[str]
-) -> None:
+def _name_files(con: duckdb.DuckDBPyConnection, files: _Files) -> None:
     """Say where the points and evals are: the files are named one by one, so that a snapshot stays what it was."""
     columns = ", ".join(("run_id", "segment", *_POINT_COLUMNS))
-    for view, files in (("points", parts), ("points_before", places)):
-        source = f"SELECT {columns} FROM log.open_points"
-        if files:
-            source += f" UNION ALL SELECT {columns} FROM read_parquet({_literal(files)}, {_HIVE})"
+    for view, parts in (("points", files.parts), ("points_before", files.before)):
+        source = f"SELECT {columns} FROM log.open_points" + (" WHERE false" if parts is None else "")
+        if parts:
+            source += f" UNION ALL SELECT {columns} FROM read_parquet({_literal(parts)}, {_HIVE})"
         con.execute(f"CREATE OR REPLACE VIEW log.{view} AS {source}")
     names = ", ".join(SCHEMAS["evals"].names)
-    if evals:
+    if files.evals:
         # Not hive_partitioning: it wants the same folders above every file, and ROOT/evals has no run above it.
         run_id = f"nullif(regexp_extract(filename, 'run_id=([^/]*)/{EVALS_FOLDER}/[^/]*$', 1), '')"
         source = (
             f"SELECT {run_id} AS run_id, filename AS file, file_row_number AS row_number, {names} FROM read_parquet("
-            f"{_literal(evals)}, filename = true, file_row_number = true, hive_partitioning = false)"
+            f"{_literal(files.evals)}, filename = true, file_row_number = true, hive_partitioning = false)"
         )
     else:
         source = "SELECT * FROM log.no_evals"

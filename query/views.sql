@@ -2,7 +2,7 @@
 --
 -- Standard SQL as far as it goes. Not standard: CREATE OR REPLACE, MACRO, date_diff, and the types' names. What another
 -- engine has to bring along are the tables of the schema `log`, filled from the files: folders, records, reached,
--- checkpoints, alerts, batches, gaps, damages, now, and the views log.points (every point, sealed or open),
+-- checkpoints, alerts, batches, gaps, damages, firsts, now, and the views log.points (every point, sealed or open),
 -- log.points_before (at least those of the segments that others start from) and log.eval_rows.
 --
 -- Tokens are integers throughout. Two of them stand for the ends of the axis: -9223372036854775808 for below everything,
@@ -192,12 +192,14 @@ FROM steps
 WHERE NOT from_nowhere;
 
 -- The segments that were at a segment's start before it: the one it starts from and, where that one ends where it starts,
--- the ones before.
+-- the ones before. Only for segments that have points there, or may have: most have none, and then nothing is compared.
 CREATE OR REPLACE TABLE log.befores AS
 WITH RECURSIVE back (run_id, segment, tokens, before_run, before_segment) AS (
     SELECT s.run_id, s.segment, s.start_tokens, s.from_run, s.from_segment
     FROM log.starts s
-    WHERE EXISTS (SELECT 1 FROM log.spans t WHERE t.source_run = s.run_id AND t.segment = s.segment AND t.yields)
+    JOIN log.firsts f ON f.run_id = s.run_id AND f.segment = s.segment
+    WHERE coalesce(f.tokens, s.start_tokens) <= s.start_tokens
+      AND EXISTS (SELECT 1 FROM log.spans t WHERE t.source_run = s.run_id AND t.segment = s.segment AND t.yields)
     UNION
     SELECT b.run_id, b.segment, b.tokens, s.from_run, s.from_segment
     FROM back b
