@@ -22,6 +22,7 @@ _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "verify": ("llmtrack.writer.cli", "verify_root", "Check every file of a root."),
     "adopt": ("llmtrack.writer.cli", "adopt_run", "Join a run to the place it really started from."),
     "seal": ("llmtrack.writer.cli", "seal", "Turn what killed writers left open into Parquet."),
+    "plan": ("llmtrack.writer.cli", "plan", "Say what a run will log, before it is started."),
     "id": ("llmtrack.writer.cli", "new_id", "Print a new run id."),
     "ckpt-id": ("llmtrack.writer.cli", "ckpt_id", "Print the id of a checkpoint."),
     "eval": ("llmtrack.writer.cli", "evaluation", "Keep evaluations of checkpoints."),

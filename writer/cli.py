@@ -1,4 +1,4 @@
-"""Commands that need only the writer: ids of runs and checkpoints, and evaluations.
+"""Commands that need only the writer: ids of runs and checkpoints, evaluations, upkeep, and plans.
 
 They raise `LlmtrackError`; ``llmtrack.__main__`` makes one line and an exit status of it.
 """
@@ -6,6 +6,7 @@ They raise `LlmtrackError`; ``llmtrack.__main__`` makes one line and an exit sta
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Final
 import click
 
 from .adopt import adopt
+from .cadence import DEFAULT_FILE, Cadence
 from .checkpoint import identify
 from .errors import UsageError
 from .evals import EvalFile, EvalValue, to_json, write_evals
@@ -21,10 +23,13 @@ from .lineage import new_run_id
 from .lm_eval import import_lm_eval
 from .maintenance import DEFAULT_SILENCE_S, seal_root
 from .plain import plain
+from .plan import estimate_layers, make_plan, to_lines, to_rows
 from .verify import verify
 
 _PATH: Final = click.Path(path_type=Path)
 _DAMAGED: Final = 4  # exit status
+_OVER_BUDGET: Final = 1
+_WITHOUT_DECIMALS: Final = 10
 _json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print an array of rows.")
 _root_option: Final = click.option(
     "--root",
@@ -223,7 +228,86 @@ def verify_root(context: click.Context, *, root: Path, deep: bool, as_json: bool
         context.exit(_DAMAGED)
 
 
-COMMANDS: Final[tuple[click.Command, ...]] = (new_id, ckpt_id, evaluation, adopt_run, seal, verify_root)
+_FACTORS: Final = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+
+
+def count(text: str) -> float:
+    """Return a positive number that is written as people write large ones: 7B, 1.3e9, 500k."""
+    digits, factor = (text[:-1], _FACTORS[text[-1].lower()]) if text[-1:].lower() in _FACTORS else (text, 1.0)
+    try:
+        number = float(digits) * factor
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise click.BadParameter(f"{text!r} is no count: write it as in 7B, 500k or 1e9")
+    return number
+
+
+@click.command("plan", epilog=_example("llmtrack plan cadence.toml --steps 500k --params 7B --max-points 200M"))
+@click.argument("cadence", type=_PATH, required=False)
+@click.option("--default", "prints_default", is_flag=True, help="Print the table that comes along, and nothing else.")
+@click.option("--steps", type=count, help="Of the optimiser.")
+@click.option("--params", type=count, help="Parameters of the model, to guess its layers.")
+@click.option("--layers", type=click.IntRange(min=1), help="Of the model.")
+@click.option("--step-time-s", type=count, default="1", show_default=True, help="Of one step.")
+@click.option("--segments", type=click.IntRange(min=1), default=1, show_default=True, help="Starts of the job.")
+@click.option("--max-points", type=count, help="Budget: values.")
+@click.option("--max-bytes", type=count, help="Budget: on disk.")
+@click.option("--max-files", type=count, help="Budget: at the end of the run.")
+@click.option("--max-hours", type=count, help="Budget: replaying the run into any of the trackers.")
+@_json_option
+@click.pass_context
+def plan(
+    context: click.Context,
+    /,
+    *,
+    cadence: Path | None,
+    prints_default: bool,
+    steps: float | None,
+    params: float | None,
+    layers: int | None,
+    step_time_s: float,
+    segments: int,
+    as_json: bool,
+    **budgets: float | None,
+) -> None:
+    """Say what a run will log: points, bytes, files, and what sending them to a tracker takes.
+
+    CADENCE is a table in TOML; without it, the one that comes along is meant. Exit status 1 when the run goes beyond a
+    budget. Sizes and rates are estimates from measurements; limits are those that the trackers document.
+    """
+    if prints_default:
+        click.echo(DEFAULT_FILE.read_text(encoding="utf-8"), nl=False)
+        return
+    if steps is None or (params is None and layers is None):
+        raise UsageError("a plan needs steps and a size", hint="give --steps 500k, and --params 7B or --layers 32")
+    made = make_plan(
+        Cadence.load(cadence or DEFAULT_FILE),
+        steps=round(steps),
+        layers=layers or estimate_layers(params or 1.0),
+        step_time_s=step_time_s,
+        segments=segments,
+    )
+    _print(to_rows(made), to_lines(made), as_json=as_json)
+    used = {
+        "max_points": made.points,
+        "max_bytes": made.disk_bytes,
+        "max_files": made.files,
+        "max_hours": max(tracker.hours for tracker in made.trackers),
+    }
+    over = [(name, used[name], limit) for name, limit in budgets.items() if limit is not None and used[name] > limit]
+    for name, value, limit in over:
+        allowed = f"{_people(value)} {name.removeprefix('max_')}, and at most {_people(limit)} are allowed"
+        click.echo(f"over budget: {allowed}", err=True)
+    if over:
+        context.exit(_OVER_BUDGET)
+
+
+COMMANDS: Final[tuple[click.Command, ...]] = (new_id, ckpt_id, evaluation, adopt_run, seal, verify_root, plan)
+
+
+def _people(number: float) -> str:
+    return f"{number:,.0f}" if number >= _WITHOUT_DECIMALS else f"{number:.2g}"
 
 
 def _compact(details: str) -> str:
