@@ -148,6 +148,16 @@ def test_the_point_at_a_checkpoint_belongs_to_the_segment_that_reached_it(tmp_pa
     ]
 
 
+def test_a_start_is_compared_with_everyone_who_was_there_before(tmp_path: Path) -> None:
+    """The segment before only resumed there and logged nothing: the one before that has the point."""
+    write_segment(tmp_path, Segment("a", 1, points=loss(10, 20)), sealed=True)
+    write_segment(tmp_path, Segment("a", 2, 20, ("a", 1)))
+    write_segment(tmp_path, Segment("a", 3, 20, ("a", 2), points=[*loss(20, value=7.0), *loss(30)]))
+    found = ask(tmp_path, "SELECT segment, tokens, superseded_by FROM metrics ORDER BY segment, tokens")
+    assert found == [(1, 10, None), (1, 20, None), (3, 20, 2), (3, 30, None)]
+    assert ask(tmp_path, "SELECT tokens, segment FROM series('a', 'loss')") == [(10, 1), (20, 1), (30, 3)]
+
+
 def test_a_restart_from_nothing_supersedes_all_before(tmp_path: Path) -> None:
     """And what was logged at tokens 0 is the new segment's, and settled only once there is a checkpoint."""
     write_segment(tmp_path, Segment("a", 1, points=loss(0, 10)))
