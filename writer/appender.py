@@ -11,7 +11,8 @@ from time import monotonic
 from typing import Final
 
 from .format import part_name
-from .stream import PartWriter, fsync_named
+from .seal import sealed_last_seq
+from .stream import PartWriter, fsync_named, last_seq_of
 
 # Errors after which the same file handle works again; after any other a new part is opened.
 _PASSING: Final = frozenset({ENOSPC, EDQUOT, EAGAIN, EINTR})
@@ -36,7 +37,8 @@ class Appender:
 
     A message is kept until it is known to be durable. When a handle dies (EIO, ESTALE, a folder that was removed) the
     part is left as it is, and all of it that was not yet durable goes into the next part again; readers take rows that
-    stand in two parts from the later one.
+    stand in two parts from the later one. A part that somebody sealed meanwhile, because this process was silent for
+    long, is durable: only what is not in the sealed part goes into the next one.
 
     Args:
         folder: The segment's folder; made again when somebody removed it.
@@ -144,6 +146,9 @@ class Appender:
             why: What the storage said; None when the file is gone.
         """
         writer, self._writer = self._writer, None
+        sealed_seq = -1 if writer is None else sealed_last_seq(writer.path)
+        while self._unsynced and last_seq_of(self._unsynced[0]) <= sealed_seq:
+            self._unsynced.popleft()
         self._waiting.extendleft(reversed(self._unsynced))
         self._unsynced.clear()
         self._unsynced_bytes = 0

@@ -134,6 +134,15 @@ def first_seq_of(path: Path) -> int | None:
         raise CorruptSegmentError(path, f"cannot be read: {error}") from error
 
 
+def sealed_last_seq(open_part: Path) -> int:
+    """Return the highest `seq` in what an open part was sealed to; -1 when it was not, or nothing can be read there."""
+    sealed = open_part.with_suffix(SEALED_SUFFIX)
+    try:
+        return int((pq.read_metadata(sealed).metadata or {})[b"llmtrack.seq_last"] or -1)
+    except (pa.ArrowException, OSError, KeyError, ValueError):
+        return -1
+
+
 def verify_sealed(path: Path) -> None:
     """Read a whole sealed part, and compare its bytes and its rows with what was promised when it was made.
 

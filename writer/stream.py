@@ -104,6 +104,13 @@ def encode_batch(batch: pa.RecordBatch, seq_first: int, seq_last: int) -> bytes:
     return _sign(bytearray(memoryview(sink.getvalue())[head_bytes:]), seq_first, seq_last)
 
 
+def last_seq_of(message: bytes) -> int:
+    """Return the highest `seq` in a message made by `encode_batch`."""
+    check = _CHECK.search(message)
+    assert check is not None  # noqa: S101  # it was signed
+    return int(check[2])
+
+
 class PartWriter:
     """Appends messages to one new part; only the last message of a part may be incomplete.
 

@@ -13,6 +13,7 @@ import pytest
 
 from llmtrack.writer.appender import Appender, SyncMark
 from llmtrack.writer.rows import RowEncoder
+from llmtrack.writer.seal import seal_segment
 from llmtrack.writer.stream import encode_batch
 from tests.faults import file_size_limit, small_disk
 from tests.reading import read_file
@@ -186,6 +187,27 @@ def test_a_removed_file_is_noticed_and_what_was_not_durable_written_again(append
     appender.append(message(4))
     assert seqs(appender.folder / "metrics-00002.arrows") == [3, 4]
     assert not appender.made_folder
+
+
+def test_what_was_sealed_under_a_silent_writer_is_not_written_again(appender: Appender) -> None:
+    """`llmtrack seal` took a suspended job for dead: a row stands in the sealed part or in the next, not in both."""
+    for seq in (1, 2):
+        appender.append(message(seq))
+    seal_segment(appender.folder)
+    appender.append(message(3))
+    assert seqs(appender.folder / "metrics-00002.arrows") == [3]
+
+
+def test_what_reached_a_part_after_it_was_read_for_sealing_is_written_again(appender: Appender) -> None:
+    """The sealed part says how far it goes."""
+    appender.append(message(1))
+    as_it_was = shutil.copytree(appender.folder, appender.folder.with_name("segment=00002"))
+    appender.append(message(2))
+    (sealed,) = seal_segment(as_it_was)
+    sealed.rename(appender.folder / sealed.name)
+    (appender.folder / "metrics-00001.arrows").unlink()
+    appender.append(message(3))
+    assert seqs(appender.folder / "metrics-00002.arrows") == [2, 3]
 
 
 def test_a_removed_folder_is_made_again(appender: Appender) -> None:
