@@ -348,7 +348,7 @@ class RecordingRun(Run):
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until everything logged so far is durable; see `Run.flush`."""
-        if self._is_over:
+        if self._is_over or self._drain.ended.is_set():
             return self._drain.durable.is_set()
         deadline_s = monotonic() + timeout
         barrier = Barrier()

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import llmtrack
+from llmtrack.writer.pending import PendingRow
 from llmtrack.writer.run import RecordingRun, Run
 from llmtrack.writer.settings import Settings
 from tests.faults import TINY
@@ -241,6 +242,35 @@ def test_a_block_that_is_left_by_an_exception_is_a_run_that_failed(open_run: Cal
     assert read_segment(good.folder).end["exit"] == "finished"
     end = read_segment(bad.folder).end
     assert (end["exit"], end["detail"]) == ("failed", "ZeroDivisionError: division by zero")
+
+
+class Defect(PendingRow):
+    """A row that raises what no row should."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def is_ready(self) -> bool:  # noqa: D102  # as in the base
+        raise LookupError("a defect of ours")
+
+
+def test_a_defect_that_ends_the_log_does_not_reach_the_training_loop(
+    run: RecordingRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once with where it happened; rows are counted from then on, and nobody waits for what cannot come."""
+    run.log({"a": 1.0}, 1, 10)
+    assert run.flush(30.0)
+    run.log_later(Defect(), 2, 20)
+    assert run._drain.ended.wait(30.0)
+    for step in range(3, 1000):
+        run.log({"a": 1.0}, step, step * 10)
+    assert not run.flush(30.0)
+    run.finish()
+    assert run._buffer.dropped_points >= 997
+    assert [record.message.split(":")[0] for record in caplog.records] == ["llmtrack"] * 2
+    assert "a defect of ours" in caplog.text
+    assert "what was not written is lost" in caplog.text
+    assert read_segment(run.folder).steps() == [1]
 
 
 def test_a_disabled_process_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
