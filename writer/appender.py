@@ -41,7 +41,7 @@ class Appender:
     long, is durable: only what is not in the sealed part goes into the next one.
 
     Args:
-        folder: The segment's folder; made again when somebody removed it.
+        folder: The segment's folder; it and the run's are made again when somebody removed them.
         table: One of `SCHEMAS`.
 
     Attributes:
@@ -126,7 +126,9 @@ class Appender:
         if self._refused is not None and monotonic() < self._open_from_s:
             raise OSError(self._refused.errno, self._refused.strerror)
         if not self.folder.is_dir():
-            self.folder.mkdir(parents=True, exist_ok=True)
+            # Not the root: where that is gone a file system is not mounted, and its mount point would be filled.
+            self.folder.parent.mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             self.made_folder = True
         part = self._part + 1
         try:

@@ -89,6 +89,7 @@ class Drain:
         self._step, self._tokens = (int(str(start.values[place])) for place in ("step", "tokens"))  # of the newest row
         self._dropped_points = 0
         self._unstorable: Gap | None = None  # not in the log yet
+        self._unstorable_points = 0  # of the whole segment
         self._counted_at_s = monotonic()
         self._wants_sync: list[Callable[[], None]] = []
         self._sync_running = False
@@ -110,11 +111,16 @@ class Drain:
         Raises:
             OSError: The storage refused.
         """
-        self._append_record(self._start)
-        self._appenders["segments"].sync()
-        if self._take_new_names():
-            sync_folder(self._folder)
-        self._write_heartbeat(self._heartbeat())
+        try:
+            self._append_record(self._start)
+            self._appenders["segments"].sync()
+            if self._take_new_names():
+                sync_folder(self._folder)
+            self._write_heartbeat(self._heartbeat())
+        except OSError:
+            for appender in self._appenders.values():
+                appender.give_up_part()
+            raise
         self._thread.start()
 
     def wake(self) -> None:
@@ -298,6 +304,7 @@ class Drain:
 
     def _count_unstorable(self, step: int, tokens: int, points: int) -> None:
         """Count points in one gap, which is recorded now and then: a metric of a wrong kind comes with every row."""
+        self._unstorable_points += points
         if self._unstorable is None:
             self._unstorable = Gap(tokens, tokens, step, points, "bad_value", None)
         else:
@@ -481,7 +488,7 @@ class Drain:
                 "seq": self._seq,
                 "step": self._step,
                 "tokens": self._tokens,
-                "dropped": self._buffer.dropped_points,
+                "dropped": self._buffer.dropped_points + self._unstorable_points,
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
             }

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from llmtrack.writer.errors import LlmtrackError
 from tests.crash.trainer import row_of, tokens_of
 from tests.faults import TINY, Storage, Trainer, errno_of, failing_storage, small_disk, wait_until
 from tests.reading import bits, find_segment, read_file, read_segment
@@ -383,3 +384,35 @@ def test_a_checkpoint_that_is_in_the_log_has_everything_before_it_on_disk(failin
     assert check_that_every_point_is_there_or_counted(storage.root, 200, 3) == 0
     (record,) = read_segment(find_segment(storage.root))["checkpoints"]
     assert record["tokens"] == tokens_of(100)
+
+
+def test_a_file_system_that_is_not_mounted_for_a_while_is_waited_for(failing: tuple[Storage, Start]) -> None:
+    """Nothing is written to the mount point in its place, and all of it is there when it is back."""
+    storage, start = failing
+    mounted, away = storage.root / "mounted", storage.root / "away"
+    trainer = start()
+    trainer.open(str(mounted), {**TINY, "part_batches": 1}, run_id="run")
+    trainer.log(10)
+    assert trainer.call("flush", 30.0)
+    mounted.rename(away)
+    trainer.log(50, 3, 0.001)
+    wait_until(trainer.warnings, "a warning that it is gone")
+    assert not mounted.exists()
+    away.rename(mounted)
+    trainer.log(10)
+    assert trainer.call("flush", 30.0)
+    trainer.call("finish")
+    assert check_that_every_point_is_there_or_counted(mounted, 70, 3) == 0
+
+
+def test_a_run_that_cannot_be_opened_leaves_no_file_open(failing: tuple[Storage, Start]) -> None:
+    """The trainer may try another root; the error says which one, and what to look at."""
+    storage, start = failing
+    trainer = start()
+    held = trainer.open_files()
+    storage.fail("fsync error 5 0 0 segments")
+    with pytest.raises(LlmtrackError, match=r"cannot start a segment in .*Input/output error"):
+        trainer.open(str(storage.root), TINY, run_id="run")
+    assert trainer.open_files() == held
+    storage.heal()
+    assert trainer.open(str(storage.root), TINY, run_id="run")["segment"] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,6 +102,7 @@ def test_a_point_that_cannot_be_stored_is_counted_and_costs_no_other(
     (gap,) = segment["gaps"]
     assert (gap["first_tokens"], gap["last_tokens"], gap["points"], gap["reason"]) == (20, 30, 2, "bad_value")
     assert segment.end["dropped"] == 2
+    assert json.loads((log.folder / "heartbeat.json").read_text())["dropped"] == 2
     assert len(caplog.records) == 1
 
 
