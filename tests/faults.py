@@ -75,6 +75,40 @@ class Operation:
     path: str
 
 
+class _Disk:
+    """What of a file system survives a loss of power, as far as the calls of a process have asked for it."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.durable_names: set[str] = set()
+        self.durable_bytes: dict[str, int] = {}
+        self._bytes: dict[str, int] = {}
+        self._begun: dict[str, tuple[int, set[str]]] = {}  # at the last beginning of an fsync
+
+    def replay(self, done: Operation) -> None:
+        """Take account of one operation that succeeded."""
+        path = done.path
+        match done.name:
+            case "open" | "mkdir":
+                self.names.add(path)
+            case "write":
+                self._bytes[path] = self._bytes.get(path, 0) + done.result
+            case "syncing":
+                below = {name for name in self.names if name.rpartition("/")[0] == path}
+                self._begun[path] = (self._bytes.get(path, 0), below)
+            case "fsync":
+                self.durable_bytes[path], below = self._begun[path]
+                self.durable_names |= below & self.names
+            case "rename":
+                to = f"{path.rpartition('/')[0]}/{path.rpartition('/')[2].split('.')[1]}.parquet"
+                self.names = self.names - {path} | {to}
+                self.durable_names.discard(path)
+                self.durable_bytes[to] = self.durable_bytes.get(path, 0)
+            case "unlink":
+                self.names.discard(path)
+                self.durable_names.discard(path)
+
+
 class Storage:
     """Storage below a folder that fails as told; see `crash/faultfs.c` for the rules."""
 
@@ -106,14 +140,29 @@ class Storage:
 
     def operations(self, name: str | None = None, *, path: str = "") -> list[Operation]:
         """Return what was done since the log was last forgotten, filtered by name and a part of the path."""
+        return [
+            done
+            for done in self._all_operations()
+            if done.name != "syncing" and name in (None, done.name) and path in done.path
+        ]
+
+    def _all_operations(self) -> list[Operation]:
         if not self._log.exists():
             return []
-        lines = self._log.read_text().splitlines()
-        found = [
-            Operation(int(pid), what, int(result), where)
-            for pid, what, result, where in (line.split(" ", 3) for line in lines)
-        ]
-        return [done for done in found if name in (None, done.name) and path in done.path]
+        fields = (line.split(" ", 3) for line in self._log.read_text().splitlines())
+        return [Operation(int(pid), name, int(result), path) for pid, name, result, path in fields]
+
+    def lose_power(self) -> None:
+        """Take away what no fsync has made durable, bytes and names; what was removed is gone at once."""
+        disk = _Disk()
+        for done in self._all_operations():
+            if done.result >= 0:
+                disk.replay(done)
+        for path in sorted(self.root.rglob("*"), reverse=True):
+            if str(path) not in disk.durable_names:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            elif path.is_file() and path.name != "heartbeat.json":
+                os.truncate(path, min(disk.durable_bytes.get(str(path), 0), path.stat().st_size))
 
     def forget(self) -> None:
         """Start the list of operations afresh."""

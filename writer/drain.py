@@ -47,7 +47,7 @@ class _Sync:
     """One round of making written data durable: what is fsynced, what waits for it, and what failed."""
 
     marks: list[SyncMark]
-    new_names: bool
+    folders: set[Path]  # with names that are not durable yet
     heartbeat: bytes
     waiting: list[Callable[[], None]]
     errors: list[OSError] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Drain:
         self._counted_at_s = monotonic()
         self._wants_sync: list[Callable[[], None]] = []
         self._sync_running = False
-        self._new_names = False  # that an fsync of the folder failed to make durable
+        self._new_names = {folder, *folder.parents[:2]}  # folders with names that are not durable yet
         self._sync_results: SimpleQueue[_Sync] = SimpleQueue()
         self._synced_at_s = monotonic()
         self._warned: set[str] = set()
@@ -114,8 +114,7 @@ class Drain:
         try:
             self._append_record(self._start)
             self._appenders["segments"].sync()
-            if self._take_new_names():
-                sync_folder(self._folder)
+            self._sync_names()
             self._write_heartbeat(self._heartbeat())
         except OSError:
             for appender in self._appenders.values():
@@ -360,6 +359,7 @@ class Drain:
             return False
         for appender in self._appenders.values():
             appender.made_folder = False
+        self._new_names.update(self._folder.parents[:2])
         self._warn("folder", f"{self._folder} was removed while it was written to; what had been in it is lost")
         self._append_record(self._start)
         return True
@@ -416,13 +416,24 @@ class Drain:
             raise
         return marks
 
-    def _take_new_names(self) -> bool:
-        """Return whether the folder has names that are not durable yet, and count on the caller to make them so."""
-        new_names = self._new_names or any(appender.opened_part for appender in self._appenders.values())
-        self._new_names = False
+    def _take_new_names(self) -> set[Path]:
+        """Return the folders with names that are not durable yet, and count on the caller to make them so."""
         for appender in self._appenders.values():
-            appender.opened_part = False
-        return new_names
+            if appender.opened_part:
+                self._new_names.add(self._folder)
+                appender.opened_part = False
+        folders, self._new_names = self._new_names, set()
+        return folders
+
+    def _sync_names(self) -> None:
+        """Make every name durable before returning."""
+        folders = self._take_new_names()
+        try:
+            for folder in folders:
+                sync_folder(folder)
+        except OSError:
+            self._new_names |= folders
+            raise
 
     def _run_sync(self, sync: _Sync) -> None:
         """Do what was asked for; on the sync thread."""
@@ -436,8 +447,8 @@ class Drain:
                 sync.errors.append(error)
                 sync.failed.append((mark, error))
         try:
-            if sync.new_names:
-                sync_folder(self._folder)
+            for folder in sync.folders:
+                sync_folder(folder)
         except OSError as error:
             sync.errors.append(error)
         self._try_heartbeat(sync.heartbeat)
@@ -456,7 +467,7 @@ class Drain:
                 mark.appender.sync_failed(mark, error)
             if sync.errors:
                 self._wants_sync = sync.waiting + self._wants_sync
-                self._new_names |= sync.new_names
+                self._new_names |= sync.folders
                 raise sync.errors[0]
             self._ready.extend(sync.waiting)
 
@@ -467,6 +478,7 @@ class Drain:
         while self._wants_sync or self._ready:
             for appender in self._appenders.values():
                 appender.sync()
+            self._sync_names()
             self._ready.extend(self._wants_sync)
             self._wants_sync = []
             while self._ready:
@@ -476,7 +488,7 @@ class Drain:
         if self._restore_start():
             return  # and end that part in the next turn
         with suppress(FileNotFoundError):  # somebody removed what was durable
-            sync_folder(self._folder)
+            self._sync_names()
         self._try_heartbeat(self._heartbeat())
         self.durable.set()
 

@@ -263,8 +263,9 @@ WRITE(pwrite64, real(fd, data, size, offset), int fd, const void *data, size_t s
         FINISH(operation, call, path); \
     }
 
-BY_FD(fsync, "fsync", real(fd), int fd)
-BY_FD(fdatasync, "fsync", real(fd), int fd)
+/* What was written before "syncing" was recorded is durable once "fsync" is. */
+BY_FD(fsync, "fsync", (record("syncing", fd, path), real(fd)), int fd)
+BY_FD(fdatasync, "fsync", (record("syncing", fd, path), real(fd)), int fd)
 
 int close(int fd) {
     REAL(close);

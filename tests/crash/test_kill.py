@@ -157,6 +157,44 @@ def test_a_trainer_that_is_killed_at_any_operation_leaves_what_was_durable(
     assert operations > 50
 
 
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("fault", ["", "fsync error 5 2 3 metrics"], ids=["a good disk", "a bad disk"])
+def test_a_loss_of_power_at_any_operation_leaves_what_was_durable(
+    failing: tuple[Storage, Start], fault: str, stride: int
+) -> None:
+    """With all that was not fsynced, flush has kept its word, and a checkpoint has everything before it on disk."""
+    storage, start = failing
+    operations = 0
+    is_killed = True
+    while is_killed:
+        shutil.rmtree(storage.root)
+        storage.root.mkdir()
+        (storage.root / "model.pt").write_bytes(b"weights")
+        storage.forget()
+        storage.fail(f"any kill 0 0 {operations}", *filter(None, [fault]))
+        trainer = start()
+        durable = [0]
+        try:
+            train(trainer, storage.root, durable)
+            is_killed = False
+        except TrainerDiedError:
+            assert trainer.status == -signal.SIGKILL
+        trainer.end()
+        storage.heal()
+        storage.lose_power()
+        assert verify(storage.root, deep=True).is_intact
+        segments = [read_segment(folder) for folder in storage.root.glob("run_id=*/segment=*")]
+        steps = [step for segment in segments for step in check_rows(segment)]
+        assert max([0, *steps]) >= durable[-1]
+        for segment in segments:
+            assert all(max(steps) * 4096 >= checkpoint["tokens"] for checkpoint in segment["checkpoints"])
+            assert len(segment["checkpoints"]) >= (durable[-1] >= 20)
+        operations += stride
+    assert operations > 50
+    assert segments[0].end["exit"] == "finished"
+    assert len(steps) == 30
+
+
 def test_a_kill_at_any_moment_loses_less_than_a_second(failing: tuple[Storage, Start]) -> None:
     """With the settings that users have: what was logged a second ago is in the file."""
     storage, start = failing
