@@ -4,7 +4,7 @@
 
 Kill it and start the same command again: it resumes from its newest checkpoint, repeats exactly the batches that it
 would have seen, and llmtrack records a second segment of the same run. One rank without a launcher, and GPUs where
-there are any, work as well. What llmtrack adds to the script: open_run, log, meta, checkpoint, and the `with`.
+there are any, work as well. What llmtrack adds to the script: open_run, a Reducer, meta, checkpoint, and the `with`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import hashlib
 import math
 import os
 import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -232,8 +231,6 @@ class Trainer:
 
         self.step = 0
         self.position = 0  # sequences seen by all ranks
-        self.step_metrics: dict[str, float | Tensor] = {}
-        self._restart_window()
 
     @property
     def tokens(self) -> int:
@@ -260,7 +257,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.position = state["step"], state["position"]
 
-    def take_step(self) -> None:
+    def take_step(self, reducer: llmtrack.Reducer) -> None:
         """Take one optimiser step over as many micro-batches as the batch size of the moment needs."""
         lr = learning_rate(self.tokens, self.args)
         for group in self.optimizer.param_groups:
@@ -273,29 +270,16 @@ class Trainer:
             with alone.no_sync() if alone else contextlib.nullcontext():  # the ranks' gradients meet once a step
                 loss = self._loss(self.ddp or self.gpt, self.data, micro)
                 (loss * (len(micro) / len(mine))).backward()  # type: ignore[no-untyped-call]
-            self._window += torch.stack([loss.detach().double(), self._window.new_ones(())]) * len(micro)
+            reducer.mean("train/loss", loss, weight=len(micro) * self.args.context)
         grad_norm = nn.utils.clip_grad_norm_(self.gpt.parameters(), self.args.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
         self.position += sequences
-        self._window_steps += 1
-        self.step_metrics = {"train/grad_norm": grad_norm, "train/lr": lr, "train/batch_size": sequences}
-
-    def metrics(self) -> dict[str, float | Tensor]:
-        """Return what to log: the mean loss over all ranks since the last call, and the last step's own values.
-
-        Every rank calls it at the same step.
-        """
-        loss_sum, sequences = sum_over_ranks(self._window)
-        elapsed_s = time.perf_counter() - self._window_start
-        metrics = self.step_metrics | {
-            "train/loss": loss_sum / sequences,
-            "throughput/tokens_per_s": sequences * self.args.context / elapsed_s,
-            "throughput/step_time_s": elapsed_s / self._window_steps,
-        }
-        self._restart_window()
-        return metrics
+        reducer.grad_norm(grad_norm)
+        reducer.last("train/lr", lr)
+        reducer.last("train/batch_size", sequences)
+        reducer.step(self.step, self.tokens)
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -307,7 +291,6 @@ class Trainer:
             micro = mine[i : i + self.args.micro_batch]
             total += torch.stack([self._loss(self.gpt, self.held_out, micro).double(), total.new_ones(())]) * len(micro)
         loss_sum, sequences = sum_over_ranks(total)
-        self._restart_window()  # an evaluation is not training time
         return loss_sum / sequences
 
     def _loss(self, model: nn.Module, data: Sequences, positions: range) -> Tensor:
@@ -316,10 +299,18 @@ class Trainer:
             loss: Tensor = model(inputs, targets)
         return loss
 
-    def _restart_window(self) -> None:
-        self._window = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)  # loss x sequences, sequences
-        self._window_steps = 0
-        self._window_start = time.perf_counter()
+    def flops(self) -> llmtrack.flops.Flops | None:
+        """Return what a token costs, for the share of the GPUs' peak that is used; None without a GPU."""
+        if self.ranks.device.type != "cuda":
+            return None
+        return llmtrack.flops.estimate(
+            "palm",
+            parameters=sum(parameter.numel() for parameter in self.gpt.parameters()),
+            layers=self.args.layers,
+            heads=self.args.heads,
+            head_dim=self.args.width // self.args.heads,
+            sequence=self.args.context,
+        )
 
 
 def say(ranks: Ranks, message: str) -> None:
@@ -341,6 +332,7 @@ def train(args: argparse.Namespace) -> None:
     if checkpoint is not None:
         trainer.load_state_dict(checkpoint)
 
+    flops = trainer.flops()
     run = llmtrack.open_run(
         args.root,
         project="pretrain-gpt",
@@ -350,28 +342,31 @@ def train(args: argparse.Namespace) -> None:
         recipe={name: getattr(args, name) for name in RECIPE} | {"data": trainer.text_sha256, "optimizer": "adamw"},
         checkpoint=checkpoint["llmtrack"] if checkpoint is not None else None,
         preempt_signal=signal.SIGTERM,  # what a launcher or Slurm sends before it kills
+        flops=flops,
     )
+    reducer = llmtrack.Reducer(run, every=args.log_every, throughput=llmtrack.Throughput(flops))
     size = sum(parameter.numel() for parameter in trainer.gpt.parameters())
     say(ranks, f"run {run.run_id}, segment {run.segment}: {size:,} parameters, from {trainer.tokens:,} tokens")
 
     with run:
         while not trainer.finished:
-            trainer.take_step()
+            trainer.take_step(reducer)
             step, tokens = trainer.step, trainer.tokens
 
             if step % args.log_every == 0 or trainer.finished:
-                metrics = trainer.metrics()
-                run.log(metrics, step=step, tokens=tokens)
-                loss, speed = metrics["train/loss"], metrics["throughput/tokens_per_s"]
-                say(ranks, f"step {step:5d}  tokens {tokens:9,d}  loss {loss:.4f}  {speed:7,.0f} tokens/s")
+                at, newest = reducer.newest()  # what has come from all ranks by now: nothing is waited for
+                loss, speed = newest.get("train/loss", math.nan), newest.get("throughput/tokens_per_s", math.nan)
+                say(ranks, f"step {step:5d}  tokens {tokens:9,d}  at {at:5d}: loss {loss:.4f}  {speed:7,.0f} tokens/s")
 
             if step % args.checkpoint_every == 0 or trainer.finished:
-                held_out_loss = trainer.held_out_loss()
-                run.log({"eval/held_out/loss": held_out_loss}, step=step, tokens=tokens)
-                path = args.checkpoint_dir / f"step-{step:08d}.pt"
-                if ranks.rank == 0:
-                    save_checkpoint(path, trainer.state_dict() | {"llmtrack": run.meta(step=step, tokens=tokens)})
-                run.checkpoint(path, step=step, tokens=tokens)
+                reducer.flush(step, tokens)  # the last point before a checkpoint covers what the checkpoint has seen
+                with reducer.pause():
+                    held_out_loss = trainer.held_out_loss()
+                    run.log({"eval/held_out/loss": held_out_loss}, step=step, tokens=tokens)
+                    path = args.checkpoint_dir / f"step-{step:08d}.pt"
+                    if ranks.rank == 0:
+                        save_checkpoint(path, trainer.state_dict() | {"llmtrack": run.meta(step=step, tokens=tokens)})
+                    run.checkpoint(path, step=step, tokens=tokens)
                 say(ranks, f"saved {path}  held-out loss {held_out_loss:.4f}")
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -394,7 +389,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     where.add_argument("--run-name", default="gpt-small", help="what people call the run")
     where.add_argument("--resume", default="auto", help="auto: the newest checkpoint; none; or a checkpoint's path")
     where.add_argument("--log-every", type=int, default=5, help="steps")
-    where.add_argument("--checkpoint-every", type=int, default=100, help="steps; a multiple of --log-every")
+    where.add_argument("--checkpoint-every", type=int, default=100, help="steps")
     where.add_argument("--eval-sequences", type=int, default=64, help="held-out sequences, at each checkpoint")
     where.add_argument("--micro-batch", type=int, default=8, help="sequences in one forward pass of one rank")
     recipe = parser.add_argument_group("recipe")
@@ -412,8 +407,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     recipe.add_argument("--weight-decay", type=float, default=0.1, help="of matrices")
     recipe.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     args = parser.parse_args(argv)
-    if args.checkpoint_every % args.log_every:
-        parser.error("--checkpoint-every must be a multiple of --log-every, so that no half-filled mean is lost")
     if args.batch_size % args.batch_start:
         parser.error("--batch-size must be a multiple of --batch-start")
     return args

@@ -97,6 +97,7 @@ class Reducer:
         self._metrics: dict[str, Metric] = {}
         self._setup = _setup_number(every, max_metrics, cadence)
         self._reduction: Reduction | None = None
+        self._arrived: tuple[Reduction, ...] = ()  # the newest first; a GPU may not be done with it
         self._known_meshes: set[DeviceMesh] = set()
         self._tokens = 0
         self._has_impossible_mfu = False
@@ -243,6 +244,16 @@ class Reducer:
         if windows:
             self._reduce(index(step), index(tokens), windows, is_full=False)
 
+    def newest(self) -> tuple[int, dict[str, float]]:
+        """Return the newest log step whose metrics have arrived, and these, on every rank; for the console, no wait.
+
+        That is the log step before the last one, as a rule; (0, {}) when there is none yet.
+        """
+        for reduction in self._arrived:
+            if reduction.is_ready():
+                return reduction.step, reduction.resolve()
+        return 0, {}
+
     def data_wait(self) -> AbstractContextManager[None]:
         """Count the time in the block as waiting for data: ``with reducer.data_wait(): batch = next(batches)``."""
         return nullcontext() if self.throughput is None else self.throughput.data_wait()
@@ -324,6 +335,7 @@ class Reducer:
             self._give_up(step, error)
             return
         reduction.agree()
+        self._arrived = (reduction, *self._arrived[:1])
         if wants_burst and self.cadence is not None:
             self.cadence.begin_burst(step)
 

@@ -7,7 +7,7 @@ rank sent something else than the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any, Final, NamedTuple
@@ -184,7 +184,7 @@ class Reduction(PendingRow):
         return self._points
 
     def resolve(self) -> dict[str, float]:
-        """Return the reduced metrics, but for those that no rank had a value for; on the drain thread.
+        """Return the reduced metrics, but for those that no rank had a value for; on any thread.
 
         What ranks disagree about would be a wrong number: it is lost, and counted.
 
@@ -192,23 +192,22 @@ class Reduction(PendingRow):
             RuntimeError: A rank is gone.
         """
         self._join()
-        self.lost_points = 0
-        reduced = self._host[_VERDICT:].view(len(_Reduced._fields), -1) if self._copied is not None else self._reduced()
-        return dict(self._points_of([_Reduced(*column) for column in zip(*reduced.tolist(), strict=True)]))
-
-    def _points_of(self, columns: Sequence[_Reduced]) -> Iterator[tuple[str, float]]:
+        table = self._host[_VERDICT:].view(len(_Reduced._fields), -1) if self._copied is not None else self._reduced()
+        columns = [_Reduced(*column) for column in zip(*table.tolist(), strict=True)]
+        reduced: list[tuple[Metric, _Reduced]] = []
         first = 0
         for metrics, room in zip(self._metrics, self._rooms, strict=True):
-            for metric, reduced in zip(metrics, columns[first:], strict=False):
-                if not reduced.is_same:
-                    self.lost_points += 1
-                if not reduced.is_same or reduced.present == 0.0:
-                    continue
-                yield metric.name, reduced.value(metric)
-                if metric.names_rank:
-                    rank = reduced.low_rank if metric.kind is Kind.MIN else reduced.high_rank
-                    yield f"{metric.name}_rank", float(self._ranks.numbers[int(rank)])
+            reduced += zip(metrics, columns[first : first + len(metrics)], strict=True)
             first += room
+        self.lost_points = sum(not column.is_same for _, column in reduced)
+        row: dict[str, float] = {}
+        for metric, column in reduced:
+            if column.is_same and column.present:
+                row[metric.name] = column.value(metric)
+                if metric.names_rank:
+                    rank = column.low_rank if metric.kind is Kind.MIN else column.high_rank
+                    row[f"{metric.name}_rank"] = float(self._ranks.numbers[int(rank)])
+        return row
 
     def wait(self) -> None:
         """Wait until it is ready; for the training thread, one log step later.

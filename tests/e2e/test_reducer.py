@@ -202,6 +202,12 @@ def test_a_checkpoint_ends_the_window_on_all_ranks(job: Job) -> None:
     assert log.series("steps") == [steps * job.world_size for steps in (10, 4, 6)]
 
 
+def test_every_rank_can_print_the_newest_values_that_arrived(job: Job) -> None:
+    """Those of the log step before the last one, without a wait."""
+    newest = [14, {"train/loss": 12.5, "steps": 4.0 * job.world_size}]
+    assert job.results("checkpointed") == [newest] * job.world_size
+
+
 @on_four_ranks
 def test_a_group_of_ranks_reduces_by_itself(job: Job) -> None:
     """Under tensor parallelism the ranks with the same part of the model; ranks are named by their place in the job."""

@@ -264,6 +264,17 @@ def test_a_flush_ends_the_window_at_a_checkpoint(train: Callable[..., Training])
     assert segment.series("at log steps") == [10.0, 20.0]
 
 
+def test_the_newest_values_can_be_printed(train: Callable[..., Training]) -> None:
+    """They are what is logged."""
+    training = train(every=2)
+    assert training.reducer.newest() == (0, {})
+    for step in (1, 2, 3):
+        training.reducer.mean("a", torch.tensor(float(step)))
+        training.reducer.step(step, step)
+    assert training.reducer.newest() == (2, {"a": 1.5})
+    assert training.end().series("a") == [1.5]
+
+
 def test_a_metric_that_is_new_or_missing_is_named(train: Callable[..., Training]) -> None:
     """What is right is logged all the same, and later windows are."""
     training = train()
