@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
-from measure import Memory, aims_table, cpu_s, figure, machine, markdown_table, merged_medians
+from measure import Aim, Memory, aims_table, cpu_s, figure, machine, markdown_table, merged_medians
 from workload import TOKENS_PER_STEP, metric_names, metric_values
 
 from llmtrack.writer.buffer import Row
@@ -201,7 +201,7 @@ def _aims(figures: dict[str, dict[str, float]]) -> str:
         ("bytes/point, sealed, of fp32, 20 metrics a row", "part-20", "sealed_bytes_per_point", 5.0, True),
         ("the same, 500 metrics a row", "part-500", "sealed_bytes_per_point", 5.0, True),
     )
-    return aims_table([(what, figures[task][key], aim, at_most) for what, task, key, aim, at_most in aims])
+    return aims_table([Aim(what, figures[task][key], aim, at_most) for what, task, key, aim, at_most in aims])
 
 
 def _report(figures: dict[str, dict[str, float]]) -> str:

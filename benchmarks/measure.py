@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -104,14 +105,39 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def aims_table(aims: Sequence[tuple[str, float | None, float, bool]]) -> str:
-    """Return what is aimed at beside what was measured: (what, measured, aim, whether it is to stay below)."""
+@dataclass(frozen=True)
+class Aim:
+    """What is aimed at, and what was measured.
+
+    Attributes:
+        what: For people, with the unit.
+        measured: None when it was not.
+        aim: Where it should be.
+        at_most: It should be below, not above.
+        error: The standard error of `measured`.
+    """
+
+    what: str
+    measured: float | None
+    aim: float
+    at_most: bool
+    error: float = 0.0
+
+    @property
+    def met(self) -> str:
+        """Whether it is; an error that reaches beyond the aim leaves that open."""
+        distance = (self.aim - (self.measured or 0.0)) * (1.0 if self.at_most else -1.0)
+        return "not resolved" if abs(distance) < 2.0 * self.error else "yes" if distance >= 0 else "no"
+
+
+def aims_table(aims: Sequence[Aim]) -> str:
+    """Return what is aimed at beside what was measured."""
     rows = []
-    for what, measured, aim, at_most in aims:
-        if measured is None:
+    for aim in aims:
+        if aim.measured is None:
             continue
-        met = measured <= aim if at_most else measured >= aim
-        rows.append([what, ("≤ " if at_most else "≥ ") + figure(aim, 2), figure(measured), "yes" if met else "no"])
+        measured = f"{aim.measured:.2f} ± {aim.error:.2f}" if aim.error else figure(aim.measured)
+        rows.append([aim.what, ("≤ " if aim.at_most else "≥ ") + figure(aim.aim, 2), measured, aim.met])
     return markdown_table(["", "aim", "measured", "met"], rows)
 
 
