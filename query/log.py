@@ -26,6 +26,7 @@ from llmtrack.writer.format import (
     SEGMENT_FOLDER,
     part_name,
 )
+from llmtrack.writer.seal import digest_of
 from llmtrack.writer.stream import Damage, RawPart, read_raw_part
 
 from .columns import EPOCH, to_column
@@ -39,7 +40,6 @@ from .files import (
     list_segment,
     modified_s,
     owner_of,
-    pages_fault,
     parquet_fault,
     read_heartbeat,
     sealed_first_seq,
@@ -98,6 +98,7 @@ class _Segment:
     reached: Reached | None = None  # by its points
     reached_part: int = 0  # the sealed part that was asked last
     sealed_seqs: dict[int, int | None] = field(default_factory=dict)
+    digests: dict[int, str | None] = field(default_factory=dict)  # of sealed parts
 
     @property
     def key(self) -> _Key:
@@ -110,6 +111,16 @@ class _Segment:
         if part not in self.sealed_seqs:
             self.sealed_seqs[part] = sealed_first_seq(self.sealed_path(part))
         return self.sealed_seqs[part]
+
+    def copied_from(self, part: int) -> int | None:
+        """Return another sealed part that has the same rows: somebody copied the file, and they count once."""
+        others = [other for other, is_sound in self.sealed.items() if is_sound and other != part]
+        if others:
+            for number in (part, *others):
+                if number not in self.digests:
+                    self.digests[number] = digest_of(Path(self.sealed_path(number)))
+        digest = self.digests.get(part)
+        return None if digest is None else next((other for other in others if self.digests[other] == digest), None)
 
     def reach(self, place: Reached | None) -> None:
         if place is not None and (self.reached is None or place.tokens >= self.reached.tokens):
@@ -277,7 +288,7 @@ class Log:
         for name in list_names(folder):
             path = f"{folder}/{name}"
             if name.endswith(SEALED_SUFFIX) and not self._evals.get(path):
-                self._evals[path] = self._is_sound(path, (pages_fault if self._check else parquet_fault)(path))
+                self._evals[path] = self._is_sound(path, check_sealed(path)[0] if self._check else parquet_fault(path))
 
     def _list_run(self, run_id: str, news: News) -> Iterator[tuple[_Segment, Listing]]:
         """Yield the segments in which something may have changed, and their files."""
@@ -308,6 +319,10 @@ class Log:
             if not segment.sealed.get(part):  # a copy that is under way may be whole the next time
                 path = segment.sealed_path(part)
                 fault, segment.first_tokens[part] = check_sealed(path) if self._check else (parquet_fault(path), None)
+                segment.digests.pop(part, None)
+                original = None if fault else segment.copied_from(part)
+                if original is not None:
+                    fault = f"is a copy of {part_name('metrics', original, SEALED_SUFFIX)}"
                 segment.sealed[part] = self._is_sound(path, fault)
             if segment.sealed[part]:  # it is complete, whatever else lies there
                 listing.open.pop(("metrics", part), None)

@@ -25,6 +25,7 @@ DIGEST_KEY: Final = "llmtrack.source_digest"
 CHECK_KEY: Final = "llmtrack.file_crc32"
 # How Thrift writes the key and, behind it, the eight characters of the value.
 _CHECK: Final = CHECK_KEY.encode() + b"\x18\x08"
+OURS: Final = b"llmtrack."  # in the footer of every file that we made, several times
 _INTEGERS: Final = ("seq", "time", "step", "tokens")
 
 
@@ -75,8 +76,7 @@ def seal_part(path: Path, *, before_seq: int | None = None) -> Path:
             writer.write_table(group, row_group_size=_ROW_GROUP_ROWS)
     sealed = path.with_suffix(SEALED_SUFFIX)
     data = bytearray(memoryview(sink.getvalue()))
-    digits = _check_digits(data)
-    data[digits] = f"{zlib.crc32(data):08x}".encode()
+    sign(data)
     publish(sealed, memoryview(data), check=verify_sealed)
     path.unlink()
     sync_folder(path.parent)
@@ -87,15 +87,18 @@ def seal_segment(folder: Path) -> list[Path]:
     """Seal every part of a segment whose writer is gone, and return the sealed parts that are new.
 
     Raises:
-        CorruptSegmentError: A part is damaged; the others are sealed all the same.
+        CorruptSegmentError: A part is damaged, or a copy; the others are sealed all the same.
         VersionError: Written by a newer llmtrack.
         OSError: The storage refused.
     """
     sealed: list[Path] = []
-    damaged: list[CorruptSegmentError] = []
+    copies = list_copies(path for path in list_parts(folder) if path.suffix == SEALED_SUFFIX)
+    damaged = [CorruptSegmentError(copy, f"is a copy of {original.name}") for copy, original in copies.items()]
     next_seq: int | None = None  # the lowest in the parts that follow
     for stem in sorted({path.stem for path in list_parts(folder)}, key=_part_number, reverse=True):
         open_part, sealed_part = folder / f"{stem}{OPEN_SUFFIX}", folder / f"{stem}{SEALED_SUFFIX}"
+        if sealed_part in copies:
+            continue  # taken for what it is called, it would end the parts before it where they begin
         before_seq = next_seq
         try:
             first_seq = first_seq_of(open_part if open_part.exists() else sealed_part)
@@ -117,6 +120,30 @@ def list_parts(folder: Path) -> Iterator[Path]:
         name = PART_FILE.fullmatch(path.name)
         if name is not None and name[1] in SEALED_TABLES:
             yield path
+
+
+def list_copies(sealed: Iterable[Path]) -> dict[Path, Path]:
+    """Return, of the sealed parts of one segment, those that are another one under a second name, each with that one.
+
+    No two parts that were sealed have a row in common, so somebody copied a file.
+    """
+    originals: dict[str, Path] = {}
+    copies: dict[Path, Path] = {}
+    for path in sorted(sealed, key=lambda path: _part_number(path.stem)):
+        digest = digest_of(path)
+        if digest is not None and originals.setdefault(digest, path) != path:
+            copies[path] = originals[digest]
+    return copies
+
+
+def digest_of(path: Path) -> str | None:
+    """Return the digest of its rows that a sealed part has in its footer; None without one, or without a row."""
+    try:
+        said = pq.read_metadata(path).metadata or {}
+    except (pa.ArrowException, OSError):
+        return None
+    digest = said.get(DIGEST_KEY.encode())
+    return digest.decode() if digest and said.get(b"llmtrack.rows") != b"0" else None
 
 
 def first_seq_of(path: Path) -> int | None:
@@ -143,18 +170,30 @@ def sealed_last_seq(open_part: Path) -> int:
         return -1
 
 
-def verify_sealed(path: Path) -> None:
-    """Read a whole sealed part, and compare its bytes and its rows with what was promised when it was made.
+def verify_sealed(path: Path, *, rows: bool = True) -> None:
+    """Read a whole Parquet file, and compare its bytes and its rows with what was promised when it was made.
+
+    Args:
+        path: A sealed part, or a file of evals.
+        rows: Compare the rows of a sealed part, too, and not only the bytes that they are made from.
 
     Raises:
         CorruptSegmentError: A byte was changed, it cannot be read, or other rows come out of it.
         OSError: The storage refused.
     """
     data = bytearray(path.read_bytes())
+    if OURS not in data:  # another program's, which promised nothing: only its pages can have checksums
+        try:
+            pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
+        except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is no text any more
+            raise CorruptSegmentError(path, f"cannot be read: {error}") from error
+        return
     digits = _check_digits(data)
     said, data[digits] = bytes(data[digits]), b"0" * 8
     if said != f"{zlib.crc32(data):08x}".encode():
         raise CorruptSegmentError(path, "fails its checksum")
+    if not rows:
+        return
     try:
         with pq.ParquetFile(pa.BufferReader(data)) as file:
             promised = (file.metadata.metadata or {}).get(DIGEST_KEY.encode(), b"").decode()
@@ -164,6 +203,12 @@ def verify_sealed(path: Path) -> None:
         raise CorruptSegmentError(path, f"cannot be read: {error}") from error
     if found != promised:
         raise CorruptSegmentError(path, f"its rows have the digest {found}, and it was sealed with {promised}")
+
+
+def sign(data: bytearray) -> None:
+    """Fill in the checksum of a Parquet file that was laid out with eight zeros for it under `CHECK_KEY`."""
+    digits = _check_digits(data)
+    data[digits] = f"{zlib.crc32(data):08x}".encode()
 
 
 def _check_digits(data: bytearray) -> slice:

@@ -424,6 +424,21 @@ def test_a_damaged_sealed_part_does_not_hide_an_intact_open_one(tmp_path: Path, 
     assert len(reader.log.damages()) == 1
 
 
+def test_a_sealed_part_that_was_copied_counts_once_and_hides_nothing(tmp_path: Path, folder: Path) -> None:
+    """Under another number it would double its rows, and end the parts before it where it begins."""
+    sealed = _sealed(folder)
+    append(folder, points(501, 503), part=2).close(ended=False)
+    reader = Reader(tmp_path)
+    reader.read()
+    copies = [Path(shutil.copy(sealed, folder / part_name("metrics", part, ".parquet"))) for part in (2, 9)]
+    for late in (reader, Reader(tmp_path)):
+        late.read()
+        assert sorted(late.values()) == [float(n) for n in range(1, 504)]
+        assert [(damage.path, damage.reason) for _, damage in late.log.damages()] == [
+            (copy, f"is a copy of {sealed.name}") for copy in copies
+        ]
+
+
 def test_parquet_of_another_program_is_read_without_a_checksum(tmp_path: Path, folder: Path) -> None:
     """Who did not seal it promised nothing of it."""
     rows = [{"time": DAY, "step": 0, **row} for row in points(1, 2)]

@@ -154,6 +154,20 @@ def test_a_damaged_part_does_not_let_rows_before_it_appear_twice(tmp_path: Path)
     assert {record["seq"] for record in read_file(tmp_path / "metrics-00001.parquet")} == set(range(1, 20))
 
 
+def test_a_copy_of_a_sealed_part_takes_no_row_from_the_parts_before_it(tmp_path: Path) -> None:
+    """What looks like a later part with lower rows is none, and an open part under its number is kept."""
+    write_part(tmp_path / "metrics-00001.arrows", [range(1, 10)])
+    (sealed,) = seal_segment(tmp_path)
+    for part, rows in ((2, range(10, 20)), (3, range(20, 30))):
+        write_part(tmp_path / f"metrics-0000{part}.arrows", [rows])
+    for part in (3, 9):
+        (tmp_path / f"metrics-0000{part}.parquet").write_bytes(sealed.read_bytes())
+    with pytest.raises(CorruptSegmentError, match=r"is a copy of metrics-00001\.parquet"):
+        seal_segment(tmp_path)
+    assert {record["seq"] for record in read_file(tmp_path / "metrics-00002.parquet")} == set(range(10, 20))
+    assert {record["seq"] for record in read_file(tmp_path / "metrics-00003.arrows")} == set(range(20, 30))
+
+
 def test_an_open_part_that_was_sealed_is_only_removed(tmp_path: Path) -> None:
     """A kill between the rename and the removal leaves both."""
     path = tmp_path / "metrics-00001.arrows"
