@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmtrack.writer.format import HEARTBEAT, PART_FILE, RUN_FOLDER, SCHEMAS, SEGMENT_FOLDER
-from llmtrack.writer.seal import CHECK_KEY
+from llmtrack.writer.seal import CHECK_KEY, OURS
 
 # What a file system says of a path that was there a moment ago; ESTALE is NFS.
 VANISHED: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
@@ -125,7 +125,7 @@ def parquet_fault(path: str) -> str:
 
 
 def check_sealed(path: str) -> tuple[str, int | None]:
-    """Compare the checksum over all bytes of a sealed part.
+    """Compare the checksum over all bytes of a sealed part, or of a file of evals.
 
     DuckDB does not look at the checksums of pages: it takes a changed byte for a value.
 
@@ -144,7 +144,7 @@ def check_sealed(path: str) -> tuple[str, int | None]:
     first_tokens = int(first[1]) if first else None
     at = footer.rfind(_CHECK)
     if at < 0:
-        return pages_fault(path), None  # another program's
+        return ("fails its checksum" if OURS in footer else pages_fault(path)), None  # pages: another program's
     digits = footer_begin + at + len(_CHECK)
     crc = zlib.crc32(b"00000000", zlib.crc32(data[:digits]))
     crc = zlib.crc32(data[digits + 8 :], crc)
@@ -157,7 +157,7 @@ def pages_fault(path: str) -> str:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             file.read(use_threads=False)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is no text any more
         return str(error).partition("\n")[0]
     return ""
 

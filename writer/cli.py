@@ -198,7 +198,7 @@ def seal(context: click.Context, *, root: Path, run: str, silence_s: float, as_j
 
 @click.command("verify", epilog=_example("llmtrack verify --root /shared/runs --deep"))
 @_root_option
-@click.option("--deep", is_flag=True, help="Read sealed parts whole, too, and compare their digests.")
+@click.option("--deep", is_flag=True, help="Decode sealed parts, too, and compare the digests of their rows.")
 @_json_option
 @click.pass_context
 def verify_root(context: click.Context, *, root: Path, deep: bool, as_json: bool) -> None:

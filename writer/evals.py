@@ -23,6 +23,7 @@ from .errors import FormatError, LlmtrackError, UsageError
 from .format import EVALS_FOLDER, FORMAT_VERSION, OPEN_SUFFIX, RUN_FOLDER, SCHEMAS, SEGMENT_FOLDER, run_folder
 from .plain import plain
 from .publish import publish, sync_folder
+from .seal import CHECK_KEY, sign
 from .stream import read_part
 
 _CKPT_ID: Final = re.compile(r"\S{1,256}")
@@ -281,15 +282,17 @@ def _table(
     common = {"time": time_ms, "step": step, "tokens": tokens, "ckpt_id": ckpt_id}
     measured_with = {"harness": harness, "harness_version": harness_version}
     rows = [{"seq": seq, **common, **measured_with, **vars(value)} for seq, value in enumerate(values, start=1)]
-    schema = SCHEMAS["evals"].with_metadata({"llmtrack.format": str(FORMAT_VERSION), "llmtrack.rows": str(len(rows))})
+    said = {"llmtrack.format": str(FORMAT_VERSION), "llmtrack.rows": str(len(rows)), CHECK_KEY: f"{0:08x}"}
+    schema = SCHEMAS["evals"].with_metadata(said)
     return pa.table([[row[name] for row in rows] for name in schema.names], schema=schema)
 
 
 def _parquet(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
+    data = bytearray(sink.getvalue())
+    sign(data)
+    return bytes(data)
 
 
 def _create(folder: Path) -> None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from .errors import CorruptSegmentError, FormatError, UsageError, VersionError
 from .format import ADOPTION_FOLDER, EVALS_FOLDER, OPEN_SUFFIX, PART_FILE, RUN_FOLDER, SEALED_SUFFIX, SEGMENT_FOLDER
-from .seal import verify_sealed
+from .seal import list_copies, verify_sealed
 from .stream import read_part
 
 Kind = Literal["damaged", "missing", "newer", "torn", "unstarted"]
@@ -73,12 +73,12 @@ class Report:
 def verify(root: Path, *, deep: bool = False) -> Report:
     """Check every part of a root; nothing is changed.
 
-    Open parts are read whole and their checksums compared. Of sealed parts the footer is read and, if `deep`, every
-    row, compared with the digest that was made from the open part.
+    Every file is read whole and its checksums compared. If `deep`, the rows of sealed parts are, too, with the digest
+    that was made from the open part.
 
     Args:
         root: Folder that holds runs.
-        deep: Read sealed parts whole.
+        deep: Decode sealed parts.
 
     Raises:
         UsageError: There is no such folder.
@@ -94,7 +94,7 @@ def verify(root: Path, *, deep: bool = False) -> Report:
             report.segments += 1
             _verify_segment(segment, report, deep=deep)
     for evals in sorted([*root.glob(f"{EVALS_FOLDER}/*.parquet"), *root.glob(f"run_id=*/{EVALS_FOLDER}/*.parquet")]):
-        _verify_file(evals, report, deep=False)
+        _verify_file(evals, report, deep=False)  # they have no digest of rows
     return report
 
 
@@ -114,6 +114,9 @@ def _verify_segment(folder: Path, report: Report, *, deep: bool) -> None:
                 report.findings.append(Finding(folder, "missing", f"part {part} of {table} is not there"))
         for path in numbered.values():
             _verify_file(path, report, deep=deep)
+        copies = list_copies(path for path in numbered.values() if path.suffix == SEALED_SUFFIX)
+        for path, original in copies.items():
+            report.findings.append(Finding(path, "damaged", f"is a copy of {original.name}"))
     if "segments" not in parts:
         kind: Kind = "missing" if parts else "unstarted"
         report.findings.append(Finding(folder, kind, "the segment has no start record"))
@@ -133,9 +136,8 @@ def _verify_file(path: Path, report: Report, *, deep: bool) -> None:
                 report.findings.append(Finding(path, "torn", "the last batch is not whole", content.next_offset, end))
         else:
             report.sealed_parts += 1
+            verify_sealed(path, rows=deep)
             report.rows += pq.read_metadata(path).num_rows
-            if deep:
-                verify_sealed(path)
     except FileNotFoundError:
         sealed = path.with_suffix(SEALED_SUFFIX)
         if path != sealed and sealed.exists():  # it was sealed between listing and reading
