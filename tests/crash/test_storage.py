@@ -221,8 +221,8 @@ def test_a_close_that_fails_is_a_fsync_that_failed(failing: tuple[Storage, Start
 
 def test_a_part_is_not_ended_while_an_fsync_of_it_may_fail(failing: tuple[Storage, Start]) -> None:
     """Linux tells an error to one fsync: were the part ended by the next one, what was lost would count as durable."""
-    storage, trainer = begin(failing, part_bytes=1, fsync_bytes=1)
-    storage.fail("fsync hang 600000 0 0 metrics")
+    storage, trainer = begin(failing, part_batches=2, fsync_bytes=1)
+    storage.fail("fsync hang 600000 1 0 metrics")
     trainer.log(100)
     storage.wait_for("hanging")
     trainer.log(100)
