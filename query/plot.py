@@ -46,6 +46,7 @@ _COLOURS: Final = {"line": "36", "superseded": "90", "border": "2", "odd": "31",
 _SHOWN_NAMES: Final = 8
 _Y_LABELS: Final = 5
 _X_LABEL_WIDTH: Final = 22
+_SHORT_S: Final = 3_600 * 6  # a span of time whose minutes are not enough to tell its places apart
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,8 @@ class _Scale:
     def x_label(self, part: float) -> str:
         place = self.first_x + (self.last_x - self.first_x) * part
         if self.axis == "time":
-            return layout.moment(dt.datetime.fromtimestamp(place, dt.UTC))
+            time = dt.datetime.fromtimestamp(place, dt.UTC)
+            return layout.moment(time) if self.last_x - self.first_x > _SHORT_S else f"{time:%H:%M:%S}"
         return layout.tokens(round(place)) if self.axis == "tokens" else f"{place:.0f}"
 
     def x_labels(self, width: int) -> str:

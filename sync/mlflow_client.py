@@ -204,6 +204,8 @@ def _resolve_sqlite(uri: str) -> str:
     file = Path(unquote(location)).absolute()
     if file.is_dir():
         raise UsageError(f"{file} is a folder, not a database", hint=f"--tracking-uri sqlite:///{file / 'mlflow.db'}")
+    if not file.parent.is_dir():
+        raise UsageError(f"there is no folder {file.parent} for {file.name}", hint=f"mkdir -p {file.parent}")
     try:
         with file.open("rb") as database:
             start = database.read(len(_SQLITE_HEADER))

@@ -103,7 +103,7 @@ class Console:
             self._say(f"{error}; next try in {pause_s:.1f} s")
             return
         with self._lock:
-            self._tell_now_and_then(f"{self._tracker} does not answer, waiting")
+            self._tell_now_and_then(f"{self._tracker} does not answer, next try in {pause_s:.0f} s (-v says why)")
 
     def _tell_now_and_then(self, text: str) -> None:
         now = time.monotonic()

@@ -76,6 +76,8 @@ def adopt(
     adopted = next((start for start in starts if segment in (None, start.segment)), None)
     if adopted is None:
         raise UsageError(f"run {run_id} has no segment {segment or ''}", hint=f"llmtrack show {run_id} shows them")
+    if from_run == run_id:
+        raise UsageError(f"{run_id} cannot start from itself", hint="--from names the other run")
     origin = _place(records, from_run, from_segment, tokens)
     for stretch in path(records.start_of, from_run, origin.segment, tokens):
         if stretch.run_id == run_id and stretch.segment >= adopted.segment:
@@ -92,7 +94,7 @@ def adopt(
         "from_run": from_run,
         "from_segment": origin.segment,
         "from_ckpt": records.checkpoint_id(from_run, origin.segment, tokens),
-        "fork_reason": None if from_run == run_id else "adopted",
+        "fork_reason": "adopted",
     }
     try:
         _, folder = claim_folder(adoption_folder, root, run_id, 1)

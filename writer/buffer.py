@@ -157,6 +157,10 @@ class Buffer:
             self.easy_points = taken + self.limit_points // 4
         return items
 
+    def waiting_points(self) -> int:
+        """Return about how many points wait; what the drain thread has taken and not written does not count."""
+        return sum(len(item[3]) for item in list(self.items) if isinstance(item, tuple))
+
     def refuse(self) -> None:
         """Refuse every row from now on: the run has ended, or this is a forked child."""
         self.allowed_points = self.easy_points = _NOTHING_FITS

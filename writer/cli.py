@@ -220,8 +220,9 @@ def verify_root(context: click.Context, *, root: Path, deep: bool, as_json: bool
     ]
     _print(rows, map(str, report.findings), as_json=as_json)
     click.echo(
-        f"{report.runs} runs, {report.segments} segments, {report.open_parts} open and {report.sealed_parts} sealed "
-        f"parts, {report.rows} rows, {report.bytes} bytes: {'intact' if report.is_intact else 'NOT intact'}",
+        f"runs: {report.runs}, segments: {report.segments}, parts: {report.open_parts} open and {report.sealed_parts} "
+        f"sealed, rows: {report.rows}, bytes: {report.bytes}; "
+        + ("everything that was written whole can be read" if report.is_intact else "NOT everything can be read"),
         err=True,
     )
     if not report.is_intact:

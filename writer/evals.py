@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from .errors import FormatError, LlmtrackError, UsageError
 from .format import EVALS_FOLDER, FORMAT_VERSION, OPEN_SUFFIX, RUN_FOLDER, SCHEMAS, SEGMENT_FOLDER, run_folder
+from .mode import is_disabled
 from .plain import plain
 from .publish import publish, sync_folder
 from .seal import CHECK_KEY, sign
@@ -132,7 +133,7 @@ def log_eval(
         )
         for metric, value in metrics.items()
     ]
-    if os.environ.get("LLMTRACK_MODE") == "disabled":
+    if is_disabled():
         return None
     return write_evals(
         root, ckpt_id, values, harness=harness, harness_version=harness_version, tokens=tokens, run_id=run_id
@@ -255,6 +256,10 @@ def _number(what: str, value: SupportsFloat) -> float:
 def _check(ckpt_id: str, values: Sequence[EvalValue], tokens: int | None) -> None:
     if not isinstance(ckpt_id, str) or not _CKPT_ID.fullmatch(ckpt_id):
         raise UsageError(f"{ckpt_id!r} is no checkpoint id", hint="`llmtrack ckpt-id PATH --tokens N` prints one")
+    if Path(ckpt_id).exists():
+        raise UsageError(
+            f"{ckpt_id} is a checkpoint, not its id", hint=f"`llmtrack ckpt-id {ckpt_id} --tokens N --quick` prints it"
+        )
     for value in values:
         for what, name in (("task", value.task), ("metric", value.metric)):
             if not isinstance(name, str) or not name.strip():

@@ -59,7 +59,8 @@ def seal_root(root: Path, *, run: str = "*", silence_s: float = DEFAULT_SILENCE_
             if not any(path.suffix == OPEN_SUFFIX for path in list_parts(folder)):
                 continue
             if not (has_ended(folder) or (silence := _silence_s(folder)) >= silence_s):
-                yield SealResult(folder, skipped=f"may still be written to: last heartbeat {silence:.0f} s ago")
+                heard = f"heard of {silence:.0f} s ago, taken for gone after {silence_s:.0f} (--silence-s)"
+                yield SealResult(folder, skipped=f"may still be written to: {heard}")
                 continue
             try:
                 yield SealResult(folder, sealed=tuple(seal_segment(folder)))

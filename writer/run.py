@@ -10,7 +10,7 @@ from operator import index
 from pathlib import Path
 from time import monotonic, time_ns
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, Self, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsFloat, SupportsIndex
 
 from .buffer import Barrier, Buffer, End, Exit, Record
 from .checkpoint import identify
@@ -18,6 +18,7 @@ from .drain import Drain
 from .errors import LlmtrackError, UsageError
 from .identity import process_identity
 from .lineage import Opening, open_segment
+from .mode import is_disabled
 from .pending import DeviceRow, PendingRow
 from .ranks import decide_on_rank_zero
 from .redact import redact
@@ -102,7 +103,7 @@ class Run:
             full: Read every byte for the id, instead of sizes and samples.
 
         Raises:
-            UsageError: A step or tokens that are no integer.
+            UsageError: A path that is none, or a step or tokens that are no integer.
         """
 
     def alert(
@@ -218,6 +219,7 @@ class RecordingRun(Run):
         self._on_alert: list[Callable[[], None]] = []
         self._is_over = False
         self._has_end = False
+        self._has_warned = False
         self._is_disowned = False
         self._drain.open()
         keep_until_exit(self)
@@ -227,8 +229,9 @@ class RecordingRun(Run):
         # The common case, a dict of floats, takes no call of ours: summing it is the cheapest proof of its types.
         buffer = self._buffer
         try:
-            kind: type | None = type(sum(metrics.values()))  # type: ignore[arg-type]  # what has no sum is looked at below
-            values: dict[str, float] = metrics.copy()  # type: ignore[attr-defined]  # likewise what has no copy
+            given: Any = metrics  # what has no sum or no copy is looked at below
+            kind: type | None = type(sum(given.values()))
+            values: dict[str, float] = given.copy()
         except Exception:  # noqa: BLE001  # whatever adding two values of a kind raises: each is looked at below
             kind, values = None, {}
         if (
@@ -250,10 +253,18 @@ class RecordingRun(Run):
             self._put(step, tokens, values)
 
     def _put(self, step: int, tokens: int, values: dict[str, float] | PendingRow) -> None:
-        if not self._is_over:
-            self._buffer.put(step, tokens, values)
-            if self._buffer.put_points > self._buffer.easy_points:
-                self._drain.wake()
+        if self._is_over:
+            self._warn_of_end("log")
+            return
+        self._buffer.put(step, tokens, values)
+        if self._buffer.put_points > self._buffer.easy_points:
+            self._drain.wake()
+
+    def _warn_of_end(self, call: str) -> None:
+        """Say once that something came after the end; a forked child, which is to be silent, says nothing."""
+        if not (self._is_disowned or self._has_warned):
+            self._has_warned = True
+            _log.warning("llmtrack: %s() after the end of run %s is not recorded", call, self.run_id)
 
     def _log_with_care(self, metrics: Mapping[str, Value], step: SupportsIndex, tokens: SupportsIndex) -> None:
         if not isinstance(metrics, Mapping):
@@ -287,8 +298,15 @@ class RecordingRun(Run):
         self, path: str | os.PathLike[str], step: SupportsIndex, tokens: SupportsIndex, *, full: bool = False
     ) -> None:
         """Record a checkpoint once it is saved; see `Run.checkpoint`."""
-        record = self._record("checkpoints", step, tokens, path=os.path.abspath(path))  # read from other folders, too
+        try:
+            place = os.path.abspath(os.fspath(path))  # it will be looked for from other folders
+        except TypeError as error:
+            raise UsageError(
+                f"the checkpoint's path is {path!r}", hint="give the file or folder that was saved"
+            ) from error
+        record = self._record("checkpoints", step, tokens, path=place)
         if self._is_over:
+            self._warn_of_end("checkpoint")
             return
         self._recording = [waiting for waiting in self._recording if not waiting.durable.is_set()]
         self._recording.append(record)
@@ -296,10 +314,10 @@ class RecordingRun(Run):
 
     def _record_checkpoint(self, record: Record, *, full: bool) -> None:
         """Make the id and put the record behind what was logged before it; on the checkpoint thread."""
-        path, tokens = Path(str(record.values["path"])), record.values["tokens"]
+        path, tokens = Path(str(record.values["path"])), int(str(record.values["tokens"]))
         is_recorded = False
         try:
-            identity = identify(path, tokens, full=full)  # type: ignore[arg-type]  # `_record` made it an int
+            identity = identify(path, tokens, full=full)
             record.values.update(ckpt_id=identity.ckpt_id, bytes=identity.bytes)
             self._buffer.put_item(record)
             is_recorded = True
@@ -382,9 +400,11 @@ class RecordingRun(Run):
         forget(self)
         if not self._drain.durable.is_set():
             _log.warning(
-                "llmtrack: the storage of %s did not take everything within %.0f s; what was not written is lost",
+                "llmtrack: the storage of %s did not take everything within %.0f s; what was not written is lost, at "
+                "least %d points with those dropped before. Free or repair it; `llmtrack verify` says what is there",
                 self.folder,
                 timeout,
+                self._buffer.dropped_points + self._buffer.waiting_points(),
             )
 
     def disown(self) -> None:
@@ -444,7 +464,7 @@ def open_run(
         UsageError: No root, an id or a checkpoint that is not valid, a recipe that cannot be compared.
         LlmtrackError: The storage refused the start of the segment, or (on other ranks) rank 0 raised.
     """
-    if os.environ.get("LLMTRACK_MODE", "").lower() == "disabled":
+    if is_disabled():
         return _silent_run(run_id, checkpoint)
 
     opened: list[RecordingRun] = []
@@ -513,8 +533,9 @@ def _silent_run(run_id: str | None, checkpoint: Mapping[str, object] | None) -> 
 
 
 def _coordinate(what: str, value: object) -> int:
+    given: Any = value  # what is no integer is refused here
     try:
-        number = index(value)  # type: ignore[arg-type]  # what is no integer is refused here
+        number = index(given)
     except TypeError:
         number = -1
     if not 0 <= number <= _INT64_MAX:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from .errors import UsageError
 
@@ -74,7 +74,8 @@ def take_value(name: str, value: object) -> float | PendingValue:
         return float(value.detach()) if value.device.type == "cpu" else DeviceValue(cast("Tensor", value))
     if not isinstance(value, str | bytes | complex):
         try:
-            return float(value)  # type: ignore[arg-type]  # what has no float() is refused below
+            given: Any = value  # what has no float() is refused below
+            return float(given)
         except (TypeError, ValueError, OverflowError):
             pass
     raise UsageError(

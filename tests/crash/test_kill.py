@@ -78,8 +78,6 @@ def test_sealing_that_is_killed_at_any_operation_leaves_a_whole_log(
     assert check_rows(read_segment(folder)) == list(range(1, 41))
     operations = 0
     is_killed = True
-    segments: list[Segment] = []
-    steps: list[int] = []
     while is_killed:
         shutil.rmtree(folder)
         shutil.copytree(tmp_path / "as-it-was", folder)
@@ -168,6 +166,8 @@ def test_a_loss_of_power_at_any_operation_leaves_what_was_durable(
     storage, start = failing
     operations = 0
     is_killed = True
+    segments: list[Segment] = []
+    steps: list[int] = []
     while is_killed:
         shutil.rmtree(storage.root)
         storage.root.mkdir()

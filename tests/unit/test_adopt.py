@@ -84,7 +84,7 @@ def test_an_adopted_run_goes_on_as_itself(root: Path) -> None:
     [
         ("nobody", "first", 600, "no run nobody"),
         ("second", "nobody", 600, "no run nobody"),
-        ("second", "second", 600, "goes on from"),
+        ("second", "second", 600, "cannot start from itself"),
         ("../x", "first", 600, "not valid"),
     ],
 )

@@ -243,3 +243,12 @@ def test_details_are_json_that_any_reader_takes() -> None:
     text = to_json({"b": [math.nan, -math.inf, (1.5,), np.float32(0.5), {2, 1}], "a": "für"})
     assert text == '{"a": "für", "b": ["NaN", "-Infinity", [1.5], 0.5, [1, 2]]}'
     assert json.loads(text)["b"][2] == [1.5]
+
+
+def test_a_path_is_no_checkpoint_id(tmp_path: Path) -> None:
+    """Whoever gives the checkpoint itself is told how to get its id, and nothing is written."""
+    path = tmp_path / "step.pt"
+    path.write_bytes(b"weights")
+    with pytest.raises(UsageError, match="is a checkpoint, not its id"):
+        log_eval(tmp_path, str(path), "task", {"acc": 1.0})
+    assert list(tmp_path.iterdir()) == [path]

@@ -313,3 +313,39 @@ def test_a_root_that_cannot_be_written_to_is_an_error_of_ours(tmp_path: Path) ->
     with pytest.raises(llmtrack.LlmtrackError, match="cannot start a segment in") as caught:
         llmtrack.open_run(tmp_path / "root", run_id="run")
     assert "shared storage" in caught.value.hint
+
+
+def test_what_comes_after_the_end_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A metric or a checkpoint logged after finish is not recorded, and one warning names the run."""
+    run = llmtrack.open_run(tmp_path, run_id="r")
+    run.finish()
+    for step in range(3):
+        run.log({"late": 1.0}, step=step, tokens=step)
+    run.checkpoint(tmp_path, step=3, tokens=3)
+    assert [record.getMessage() for record in caplog.records] == [
+        "llmtrack: log() after the end of run r is not recorded"
+    ]
+
+
+def test_a_checkpoint_without_a_path_is_refused(tmp_path: Path) -> None:
+    """None is what a failed save returns."""
+    with llmtrack.open_run(tmp_path) as run, pytest.raises(llmtrack.UsageError, match="path is None"):
+        run.checkpoint(None, step=1, tokens=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "Disabled", " DISABLED "])
+def test_disabled_is_disabled_however_it_is_spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Neither a run nor an evaluation leaves anything behind."""
+    monkeypatch.setenv("LLMTRACK_MODE", mode)
+    with llmtrack.open_run(tmp_path / "root") as run:
+        run.log({"loss": 1.0}, step=1, tokens=1)
+    assert llmtrack.log_eval(tmp_path / "root", "full-0", "task", {"acc": 1.0}) is None
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_mode_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was not to be recorded must not be because of a typing error."""
+    monkeypatch.setenv("LLMTRACK_MODE", "disable")
+    with pytest.raises(llmtrack.UsageError, match="LLMTRACK_MODE is 'disable'"):
+        llmtrack.open_run(tmp_path)
+    assert list(tmp_path.iterdir()) == []

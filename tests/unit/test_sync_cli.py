@@ -77,6 +77,7 @@ def written(elsewhere: Path) -> list[str]:
         (["{root}", "--to", "mlflow", "--tracking-uri", "host:5000"], "no address", "http://host:5000"),
         (["{root}", "--to", "mlflow", "--tracking-uri", "sqlite://"], "in memory", "sqlite:///mlflow.db"),
         (["{root}", "--to", "mlflow", "--tracking-uri", "sqlite:///{root}"], "is a folder", "mlflow.db"),
+        (["{root}", "--to", "mlflow", "--tracking-uri", "sqlite:///nowhere/x.db"], "no folder", "mkdir -p"),
         (["{root}/run_id=run-1", "--to", "mlflow"], "the folder of a run", "root"),
     ],
 )
