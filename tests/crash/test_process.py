@@ -205,6 +205,27 @@ def test_a_signal_handler_may_use_the_run_that_it_interrupts(failing: tuple[Stor
     assert segment["gaps"] == []
 
 
+@pytest.mark.parametrize("after_s", [0.002, 0.01, 0.03])
+def test_a_signal_handler_may_finish_the_run_in_the_middle_of_log(
+    failing: tuple[Storage, Start], after_s: float
+) -> None:
+    """What was logged before is there, the end says preempted, and what is logged later is not."""
+    storage, start = failing
+    trainer = start()
+    trainer.open(str(storage.root), {"flush_interval_s": 0.001}, run_id="run")
+    trainer.alarm("finish", after_s)
+    for _ in range(30):
+        trainer.log(2_000)
+    segment = read_segment(find_segment(storage.root))
+    steps = segment.steps()
+    assert 0 < len(steps) < 60_000
+    assert steps == list(range(1, len(steps) + 1))
+    assert segment.end["exit"] == "preempted"
+    assert segment["gaps"] == []
+    assert trainer.leave() == 0
+    assert ["after the end of run run" in line for line in trainer.warnings()] == [True]
+
+
 def test_a_forked_worker_neither_writes_nor_hangs(failing: tuple[Storage, Start]) -> None:
     """A data loader's workers hold a copy of the run: it does nothing there, and the parent's goes on."""
     storage, start = failing
@@ -275,4 +296,4 @@ def test_what_was_logged_after_finish_changes_nothing(failing: tuple[Storage, St
     segment = read_segment(find_segment(storage.root))
     assert segment.steps() == list(range(1, 11))
     assert segment.end["exit"] == "finished"
-    assert trainer.warnings() == []
+    assert ["after the end of run run" in line for line in trainer.warnings()] == [True]

@@ -202,6 +202,22 @@ def test_a_part_that_is_torn_at_any_byte_is_read_up_to_its_last_whole_batch(part
         assert seen(part, live=live) == Seen(batches, [], size - read_bytes)
 
 
+@pytest.mark.soak
+def test_a_long_part_that_is_torn_at_any_of_its_last_bytes_is_read_up_to_there(part: Path) -> None:
+    """All of the last 64 KiB of a part, with batches of some KiB."""
+    batches = [range(first, first + 40) for first in range(1, 2000, 40)]
+    offsets = write_part(part, batches, metrics=20, ended=False)
+    size = part.stat().st_size
+    assert size > 200_000
+    for cut in range(size - 1, size - (64 << 10), -1):
+        os.truncate(part, cut)
+        whole = [end for end in offsets if end <= cut]
+        content = read_part(part, offset=offsets[len(whole) - 5])
+        assert content.damages == ()
+        assert content.torn_bytes == cut - whole[-1]
+        assert content.table.num_rows == 4 * 40 * 20
+
+
 @pytest.mark.parametrize("live", [True, False], ids=["live", "strict"])
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "open"])
 def test_a_byte_that_was_changed_costs_one_batch_at_most(part: Path, live: bool, ended: bool) -> None:
