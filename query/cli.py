@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,11 +19,11 @@ if TYPE_CHECKING:
 _SHOWN_DAMAGES: Final = 10
 _SHOWN_HASH: Final = 14  # characters: enough to tell two apart
 _STATUS_STYLES: Final = {
-    "running": "green",
-    "stalled": "yellow",
-    "lost": "red",
-    "failed": "red",
-    "preempted": "yellow",
+    "running": "32",
+    "stalled": "33",
+    "lost": "31",
+    "failed": "31",
+    "preempted": "33",
 }
 
 root_option: Final = click.option(
@@ -172,7 +171,7 @@ def plot(
             columns, lines = layout.screen()
             size = {"width": width or columns, "height": height or max(12, min(lines - 4, 30))}
             for curve in curves:
-                click.echo(picture.draw(curve, axis=axis, log_y=log_y, colours=_has_colours(), **size))
+                click.echo(picture.draw(curve, axis=axis, log_y=log_y, colours=layout.has_colours(), **size))
         return report_damages(con, [run_id])
 
 
@@ -287,7 +286,3 @@ def _print_ranking(rows: Sequence[dict[str, Any]]) -> None:
             for row in rows
         ],
     )
-
-
-def _has_colours() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

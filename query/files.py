@@ -180,19 +180,16 @@ def sealed_first_seq(path: str) -> int | None:
 
 def sealed_reached(path: str) -> Reached | None:
     """Return the last place in a sealed part from the statistics in its footer; None when it has none."""
+    last: dict[str, Any] = {}
     try:
         footer = pq.read_metadata(path)
-    except (pa.ArrowException, OSError):
-        return None
-    last: dict[str, Any] = {}
-    for group in range(footer.num_row_groups):
-        for index in range(footer.num_columns):
-            column = footer.row_group(group).column(index)
-            name = column.path_in_schema
-            if column.is_stats_set and column.statistics.has_min_max:
-                found = column.statistics.max
-                last[name] = found if name not in last else max(last[name], found)
-    try:
+        for group in range(footer.num_row_groups):
+            for index in range(footer.num_columns):
+                column = footer.row_group(group).column(index)
+                name = column.path_in_schema
+                if column.is_stats_set and column.statistics.has_min_max:
+                    found = column.statistics.max
+                    last[name] = found if name not in last else max(last[name], found)
         return Reached(last["time"], last["step"], last["tokens"])
-    except KeyError:
+    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError):  # damage is Unicode and types, too
         return None

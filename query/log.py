@@ -142,7 +142,7 @@ class Log:
 
     Args:
         root: The folder that holds ``run_id=…`` folders. Everything else in it is ignored.
-        check: Read every Parquet file once, whole, and compare its checksums; otherwise only its end is looked at.
+        check: Read every sealed part once, whole, and compare its checksum; otherwise only its end is looked at.
 
     Raises:
         UsageError: There is no such folder, or it is the folder of a run.
@@ -288,7 +288,7 @@ class Log:
         for name in list_names(folder):
             path = f"{folder}/{name}"
             if name.endswith(SEALED_SUFFIX) and not self._evals.get(path):
-                self._evals[path] = self._is_sound(path, check_sealed(path)[0] if self._check else parquet_fault(path))
+                self._evals[path] = self._is_sound(path, check_sealed(path)[0])  # small, and all are opened at once
 
     def _list_run(self, run_id: str, news: News) -> Iterator[tuple[_Segment, Listing]]:
         """Yield the segments in which something may have changed, and their files."""

@@ -192,7 +192,9 @@ def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
     )
     con.execute(tables)
     places = con.execute("SELECT DISTINCT before_run, before_segment FROM log.befores").fetchall()
-    files = _Files(log.sealed_parts(), log.sealed_parts(set(places)) if places else None, log.eval_files())
+    before = log.sealed_parts(set(places)) if places else None
+    parts = (log.sealed_parts(), before) if state.points else ([], None)  # DuckDB opens what it is told of
+    files = _Files(*parts, log.eval_files())
     if files != state.files:
         _name_files(con, files)
     if state.files is None:

@@ -42,6 +42,7 @@ _PLAIN: Final = pa.ipc.IpcWriteOptions(use_threads=False)
 # Each compressed buffer costs a reader 12 us whatever its size: a segment's start record has 60 of them, and a list of
 # 10,000 segments took 9 s to read instead of 0.5 s, and compressed it was not even smaller.
 _COMPRESS_FROM_BYTES: Final = 2048
+_SMALL_BATCH_ROWS: Final = 64
 _READ_OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)  # the hand-over to a thread costs more than it saves
 
 
@@ -316,6 +317,8 @@ def decode_parts(parts: Sequence[RawPart]) -> tuple[pa.Table, list[int]]:
         left = iter(batches)
         rows += [sum(len(batch) for batch in itertools.islice(left, len(part.messages))) for part in group]
         schema = batches[0].schema if batches else pa.ipc.read_schema(pa.py_buffer(head))
+        if len(batches) > 1 and sum(map(len, batches)) < _SMALL_BATCH_ROWS * len(batches):
+            batches = [pa.concat_batches(batches)]  # a table of thousands of chunks costs more than the copy
         tables.append(pa.Table.from_batches(batches, schema).replace_schema_metadata(None))
     return tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="default"), rows
 
