@@ -98,7 +98,7 @@ class _Segment:
     reached: Reached | None = None  # by its points
     reached_part: int = 0  # the sealed part that was asked last
     sealed_seqs: dict[int, int | None] = field(default_factory=dict)
-    digests: dict[int, str | None] = field(default_factory=dict)  # of sealed parts
+    digests: dict[int, bytes | None] = field(default_factory=dict)  # of sealed parts
 
     @property
     def key(self) -> _Key:

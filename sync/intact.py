@@ -50,7 +50,7 @@ def _has_checksum(part: Path) -> bool:
     """Return whether we sealed it; anybody may put Parquet with our columns there, and then nothing was promised."""
     try:
         return CHECK_KEY.encode() in (pq.read_metadata(part).metadata or {})
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is no text any more
         if isinstance(error, FileNotFoundError):
             raise
         raise CorruptSegmentError(part, f"cannot be read: {error}") from error

@@ -127,7 +127,7 @@ def list_copies(sealed: Iterable[Path]) -> dict[Path, Path]:
 
     No two parts that were sealed have a row in common, so somebody copied a file.
     """
-    originals: dict[str, Path] = {}
+    originals: dict[bytes, Path] = {}
     copies: dict[Path, Path] = {}
     for path in sorted(sealed, key=lambda path: _part_number(path.stem)):
         digest = digest_of(path)
@@ -136,14 +136,13 @@ def list_copies(sealed: Iterable[Path]) -> dict[Path, Path]:
     return copies
 
 
-def digest_of(path: Path) -> str | None:
+def digest_of(path: Path) -> bytes | None:
     """Return the digest of its rows that a sealed part has in its footer; None without one, or without a row."""
     try:
         said = pq.read_metadata(path).metadata or {}
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, ValueError):  # ValueError: a name that is no text any more
         return None
-    digest = said.get(DIGEST_KEY.encode())
-    return digest.decode() if digest and said.get(b"llmtrack.rows") != b"0" else None
+    return said.get(DIGEST_KEY.encode()) if said.get(b"llmtrack.rows") != b"0" else None
 
 
 def first_seq_of(path: Path) -> int | None:
@@ -199,7 +198,7 @@ def verify_sealed(path: Path, *, rows: bool = True) -> None:
             promised = (file.metadata.metadata or {}).get(DIGEST_KEY.encode(), b"").decode()
             groups = (file.read_row_group(index) for index in range(file.num_row_groups))
             found = rows_digest(groups)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise CorruptSegmentError(path, f"cannot be read: {error}") from error
     if found != promised:
         raise CorruptSegmentError(path, f"its rows have the digest {found}, and it was sealed with {promised}")

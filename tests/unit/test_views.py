@@ -481,6 +481,20 @@ def test_a_connection_without_points_says_so(tmp_path: Path) -> None:
             con.sql("SELECT count(*) FROM metrics").fetchall()
 
 
+@pytest.mark.parametrize("what", ["metrics", "evals"])
+def test_a_quick_look_at_the_runs_stumbles_over_no_damaged_file(tmp_path: Path, what: str) -> None:
+    """Whichever byte of a footer was changed: DuckDB may not be able to open it, or Arrow to spell what is in it."""
+    folder = write_segment(tmp_path, Segment("a", 1, points=loss(10)), sealed=True)
+    seal_part(write_part(folder, "metrics", [{"seq": 9, "time": DAY, "tokens": 20, "name": "x", "value": 1.0}], part=2))
+    write_segment(tmp_path, Segment("b", 1, points=loss(10)))
+    log_eval(tmp_path, "unknown", "task", {"acc": 0.5})
+    path = min(path for path in tmp_path.rglob("*.parquet") if path.name.startswith(what))
+    whole = path.read_bytes()
+    for position in range(len(whole) - 1000, len(whole), 11):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x95]) + whole[position + 1 :])
+        assert ask(tmp_path, "SELECT run_id FROM runs ORDER BY ALL", points=False) == [("a",), ("b",)]
+
+
 def test_refresh_wants_a_connection_of_ours() -> None:
     """Any other is refused with what to do."""
     with duckdb.connect() as con, pytest.raises(UsageError, match=r"con = connect\(root\)"):
