@@ -13,7 +13,7 @@ import pytest
 
 import llmtrack
 
-HEAVY = {"torch", "duckdb", "mlflow", "wandb", "numpy", "pandas", "click", "rich", "plotext", "watchdog", "pyarrow"}
+HEAVY = {"torch", "duckdb", "mlflow", "wandb", "numpy", "pandas", "click", "rich", "watchdog", "pyarrow"}
 
 
 def modules_loaded_by(code: str) -> set[str]:
