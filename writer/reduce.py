@@ -21,8 +21,10 @@ from torch import Tensor
 
 from .cadence import Cadence
 from .errors import UsageError
+from .metric import Kind, Metric
 from .reduction import Ranks, Reduction, is_distributed
 from .run import Run
+from .scalar import take_scalar
 from .throughput import (
     DATA_WAIT_S,
     MAX_MEMORY_BYTES,
@@ -33,15 +35,13 @@ from .throughput import (
     TOKENS_PER_S,
     Throughput,
 )
-from .window import Kind, Metric, Window, number
+from .window import Window
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 _log = logging.getLogger("llmtrack")
-
-_MEAN: Final = Kind.MEAN  # an enumeration's members are slow to look up
 
 
 class Reducer:
@@ -118,14 +118,9 @@ class Reducer:
             UsageError: The name was given with another kind before, there is no room for it, or the value is no
                 number.
         """
-        metric = self._metrics.get(name)
-        if metric is None or metric.kind is not _MEAN:
-            metric = self._given(name, _MEAN)
-        metric.was_given = True
-        if type(value) is Tensor and type(weight) is int:  # the common case, without a call of ours
-            metric.add(value, weight)
-        elif value is not None:
-            self._add(metric, value, weight)
+        metric = self._given(name, Kind.MEAN)
+        if value is not None:
+            metric.add(take_scalar(name, value), take_scalar(name, weight))
 
     def sum(self, name: str, value: Tensor | SupportsFloat | None) -> None:
         """Add a value to a sum over micro-batches and ranks.
@@ -135,7 +130,7 @@ class Reducer:
         """
         metric = self._given(name, Kind.SUM)
         if value is not None:
-            self._add(metric, value, 1.0)
+            metric.add(take_scalar(name, value), 1.0)
 
     def min(self, name: str, value: Tensor | SupportsFloat | None, *, names_rank: bool = True) -> None:
         """Take a value into a minimum over micro-batches and ranks; NaN wins.
@@ -166,7 +161,7 @@ class Reducer:
         """
         metric = self._given(name, Kind.LAST)
         if value is not None:
-            metric.keep(value if isinstance(value, Tensor) else number(name, value))
+            metric.keep(take_scalar(name, value))
 
     def grad_norm(self, value: Tensor | SupportsFloat | None, name: str = "train/grad_norm") -> None:
         """Keep what `clip_grad_norm_` returned: the global norm before clipping, whatever the parallelism.
@@ -198,7 +193,7 @@ class Reducer:
             return
         metric = self._given(name, Kind.NORM, order)
         if norm is not None:
-            metric.keep(norm.to(torch.float64).abs().pow(order))
+            metric.keep(take_scalar(name, norm.to(torch.float64).abs().pow(order)))
 
     def _check_mesh(self, name: str, shards: DTensor) -> None:
         mesh = shards.device_mesh
@@ -344,21 +339,11 @@ class Reducer:
         self._is_off = True
         _log.warning("llmtrack: from step %d on the reducer logs nothing: %s", step, error)
 
-    @staticmethod
-    def _add(metric: Metric, value: Tensor | SupportsFloat, weight: Tensor | SupportsFloat) -> None:
-        name = metric.name
-        if type(weight) is not float and not isinstance(weight, Tensor):
-            weight = number(name, weight)
-        if isinstance(value, Tensor) or isinstance(weight, Tensor):
-            metric.add(value if isinstance(value, Tensor) else number(name, value), weight)
-        else:
-            metric.add_number(number(name, value), weight)
-
     def _take(self, kind: Kind, name: str, value: Tensor | SupportsFloat | None, *, names_rank: bool) -> None:
         metric = self._given(name, kind)
         metric.names_rank = names_rank
         if value is not None:
-            metric.take(value if isinstance(value, Tensor) else number(name, value))
+            metric.take(take_scalar(name, value))
 
     def _given(self, name: str, kind: Kind, order: float = 2.0) -> Metric:
         metric = self._metrics.get(name)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import UsageError
+from .metric import Kind, Metric
 from .pending import PendingRow
-from .window import ENTRY, Kind, Metric, Window, to_device
+from .window import ENTRY, Window, to_device
 
 _PATIENCE_S: Final = 30.0  # of the training thread, with ranks that are more than a log step behind
 _PAUSE_S: Final = 0.0005
@@ -143,7 +144,8 @@ class Reduction(PendingRow):
         first = self._head
         for window in self._windows:
             end = first + window.room * ENTRY
-            window.add_to(vector[first:end])
+            if window.is_on_device:
+                window.add_to(vector[first:end])
             first = end
         return vector
 
@@ -164,10 +166,10 @@ class Reduction(PendingRow):
             self._copied.record(stream)
 
     def _gather(self, vector: Tensor) -> dist.Work | None:
-        self._gathered = vector.new_empty(len(self._ranks), len(vector))
         if not is_distributed():
-            self._gathered[0].copy_(vector)
+            self._gathered = vector.unsqueeze(0)
             return None
+        self._gathered = vector.new_empty(len(self._ranks), len(vector))
         work: dist.Work | None = _all_gather(self._gathered.view(-1), vector, group=self._ranks.group, async_op=True)
         return work
 
