@@ -269,14 +269,14 @@ def test_a_storage_that_never_comes_back_leaves_what_it_had(failing: tuple[Stora
 
 def test_a_failing_storage_is_not_asked_at_every_step(failing: tuple[Storage, Start]) -> None:
     """Neither a call nor a file for each call of log, although each of them wakes the drain."""
-    storage, trainer = begin(failing, queue_points=300)
+    storage, trainer = begin(failing, queue_points=300, flush_interval_s=0.3)
     trainer.log(1)
     assert trainer.call("flush", 30.0)
     storage.forget()
     storage.fail("write error 5 0 0 metrics")
     trainer.log(300, 3, 0.001)
-    tried = len(storage.operations("write", path="metrics"))
-    assert 0 < tried < 30
+    storage.wait_for("write", path="metrics", failed=True)
+    assert len(storage.operations("write", path="metrics")) < 30
     assert len(list(find_segment(storage.root).glob("metrics-*"))) <= 2
 
 
