@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import gc
 import os
 import tempfile
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -132,7 +134,8 @@ def refresh(con: duckdb.DuckDBPyConnection, runs: Collection[str] | None = None)
         writing.execute("BEGIN")
         try:
             take = (lambda rows: _insert(writing, "open_points", rows)) if state.points else None
-            _apply(writing, state, state.log.read(state.runs, changed=runs, take_points=take))
+            with _collector_at_rest():
+                _apply(writing, state, state.log.read(state.runs, changed=runs, take_points=take))
             writing.execute("COMMIT")
         except BaseException:
             writing.execute("ROLLBACK")
@@ -147,6 +150,18 @@ def set_aside(con: duckdb.DuckDBPyConnection, path: str, reason: str) -> None:
     """
     _state(con).log.set_aside(path, reason)
     refresh(con)
+
+
+@contextlib.contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """Keep the garbage collector from looking, again and again, through what a long listing has just made: a sixth."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _state(con: duckdb.DuckDBPyConnection) -> _State:
