@@ -99,6 +99,7 @@ class Reducer:
         self._reduction: Reduction | None = None
         self._arrived: tuple[Reduction, ...] = ()  # the newest first; a GPU may not be done with it
         self._known_meshes: set[DeviceMesh] = set()
+        self._steps = 0  # that this reducer has seen the end of
         self._tokens = 0
         self._has_impossible_mfu = False
         # Disabled, or a rank that knows of no other: nobody would log what is reduced.
@@ -221,10 +222,11 @@ class Reducer:
         if self._is_off:
             return
         at = index(step)
-        for window in self._windows.values():
-            window.steps += 1
+        self._steps += 1
         if self.throughput is not None:
             self.throughput.end_step(index(tokens))
+        if self.cadence is None and at % self.every:
+            return
         due = [window for window in self._windows.values() if self._is_due(window, at)]
         if due:
             self._reduce(at, index(tokens), due, is_full=True)
@@ -235,7 +237,7 @@ class Reducer:
         Raises:
             UsageError: As `step`.
         """
-        windows = [window for window in self._windows.values() if window.steps]
+        windows = [window for window in self._windows.values() if window.began_at < self._steps]
         if windows:
             self._reduce(index(step), index(tokens), windows, is_full=False)
 
@@ -287,7 +289,7 @@ class Reducer:
         for window in windows:
             for name in window.strays:
                 del self._metrics[name]
-            window.begin()
+            window.begin(self._steps)
         self._run.log_later(reduction, step, tokens)
         self._reduction = reduction
         if len(self._ranks) == 1:

@@ -120,7 +120,8 @@ class Reduction(PendingRow):
     ) -> None:
         self.step = step
         self._windows = tuple(windows)
-        self.out_of_place = ", ".join(words for w in windows if (words := w.out_of_place(is_full=is_full)))
+        words = [window.out_of_place(is_full=is_full) for window in windows]
+        self.out_of_place = ", ".join(filter(None, words))
         self._ranks = ranks
         self._metrics = [window.sorted() for window in windows]
         self._rooms = [window.room for window in windows]
@@ -130,20 +131,23 @@ class Reduction(PendingRow):
         self._wants_burst = wants_burst
         self._work: dist.Work | None = None
         self._copied: torch.cuda.Event | None = None
+        self._gathered: Any = None  # a tensor, once there is one
         self._head = _HEAD + _PER_WINDOW * len(windows)
-        self._start(self._pack(setup, is_full=is_full, wants_burst=wants_burst), stream)
-
-    def _pack(self, setup: float, *, is_full: bool, wants_burst: bool) -> Tensor:
-        """Return what this rank sends, on its device."""
-        numbers = [float(wants_burst), float(self.step), setup]
-        for window in self._windows:
-            numbers += (float(len(window.metrics)), float(bool(window.out_of_place(is_full=is_full))))
-        for window in self._windows:
+        numbers = [float(wants_burst), float(step), setup]
+        for window, word in zip(windows, words, strict=True):
+            numbers += (float(len(window.metrics)), float(bool(word)))
+        for window in windows:
             numbers += window.numbers()
-        vector = to_device(torch.tensor(numbers, dtype=torch.float64), self._windows[0].device)
+        self._numbers = numbers
+        if is_distributed() or stream is not None or any(window.is_on_device for window in windows):
+            self._start(self._to_vector(), stream)
+
+    def _to_vector(self) -> Tensor:
+        """Return what this rank sends, on its device."""
+        vector = to_device(torch.tensor(self._numbers, dtype=torch.float64), self._windows[0].device)
         first = self._head
-        for window in self._windows:
-            end = first + window.room * ENTRY
+        for window, room in zip(self._windows, self._rooms, strict=True):
+            end = first + room * ENTRY
             if window.is_on_device:
                 window.add_to(vector[first:end])
             first = end
@@ -255,13 +259,16 @@ class Reduction(PendingRow):
                 window.agree({metric.name for metric in metrics})
 
     def _join(self) -> None:
-        """Take note of how the collective ended, which it has."""
+        """Take note of how the collective ended, which it has; where there was none, this rank's vector is all."""
         if self._work is not None:
             self._work.wait()
+        elif self._gathered is None:
+            self._gathered = torch.tensor([self._numbers], dtype=torch.float64)
 
     def _entries_of_ranks(self) -> Tensor:
         """Return what the ranks sent for each metric, ``[ranks, metrics, ENTRY]``."""
-        return self._gathered[:, self._head :].view(len(self._ranks), -1, ENTRY)
+        entries: Tensor = self._gathered[:, self._head :].view(len(self._ranks), -1, ENTRY)
+        return entries
 
     def _verdict(self) -> Tensor:
         """Return ``[_VERDICT]`` on the device: whether ranks sent what differs, whether one wants a burst."""

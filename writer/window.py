@@ -37,7 +37,7 @@ class Window:
         is_on_device: Whether this window has been given any tensor.
         is_agreed: Whether the ranks know that they have the same metrics: from then on there are no other ones.
         strays: Given although they are not among those.
-        steps: In the window.
+        began_at: How many steps there had been when it began.
     """
 
     def __init__(self, group: str | None, limit: int, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class Window:
         self.metrics: dict[str, Metric] = {}
         self.strays: dict[str, Metric] = {}
         self.is_agreed = self.is_on_device = self.has_weights = False
-        self.steps = 0
+        self.began_at = 0
         self.host_weights = array("d", bytes(_DOUBLE_BYTES * (limit + 1) * DEPTH))
         self.sums = torch.zeros(limit + 1, 2, dtype=torch.float64, device=device)
         self.values = torch.zeros(limit + 1, DEPTH, dtype=torch.float64, device=device)
@@ -143,12 +143,12 @@ class Window:
         self.values[:rows].zero_()  # a NaN that is not used again would still make one of the next sum
         memoryview(self.host_weights)[: rows * DEPTH] = array("d", bytes(_DOUBLE_BYTES * rows * DEPTH))
 
-    def begin(self) -> None:
-        """Begin a new window."""
+    def begin(self, at: int) -> None:
+        """Begin a new window after so many steps."""
         if self.is_on_device:
             self.sums.copy_(self._empty)
             self.is_on_device = False
-        self.steps = 0
+        self.began_at = at
         self.strays.clear()
         for metric in self.metrics.values():
             metric.begin()

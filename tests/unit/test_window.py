@@ -64,8 +64,8 @@ def test_tensors_and_numbers_add_up_alike(seed: int) -> None:
             if kind in EMPTY and expected[f"m{index}"][1] == 0:
                 assert sent.pop(f"m{index}")[1] == expected.pop(f"m{index}")[1]  # no value: the first half is none
         assert sent == expected
-        on_device.begin()
-        on_host.begin()
+        on_device.begin(0)
+        on_host.begin(0)
 
 
 def test_a_nan_of_a_former_window_is_gone() -> None:
@@ -76,7 +76,7 @@ def test_a_nan_of_a_former_window_is_gone() -> None:
         mean.add(tensor(value), 2.0)
         low.take(tensor(value))
     assert all(math.isnan(first) for first, _ in halves(window).values())
-    window.begin()
+    window.begin(0)
     mean.add(tensor(3.0), 2.0)
     low.take(tensor(3.0))
     assert halves(window) == {"mean": (6.0, 2.0), "low": (3.0, 1.0)}
