@@ -267,6 +267,10 @@ class Reducer:
     def _reduce(self, step: int, tokens: int, windows: list[Window], *, is_full: bool) -> None:
         if tokens < self._tokens:
             raise UsageError(f"tokens go backwards: {tokens} after {self._tokens}")
+        if self._ranks.is_alone and is_distributed():
+            raise UsageError(
+                "the reducer was made before the process group", hint="call init_process_group, then make the Reducer"
+            )
         self._tokens = tokens
         self._finish_last(step)
         if self._is_off:
@@ -283,7 +287,7 @@ class Reducer:
                 is_full=is_full,
                 wants_burst=wants_burst,
             )
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # torch has either for a group that is gone
             self._give_up(step, error)
             return
         for window in windows:
@@ -336,10 +340,12 @@ class Reducer:
         if wants_burst and self.cadence is not None:
             self.cadence.begin_burst(step)
 
-    def _give_up(self, step: int, error: RuntimeError) -> None:
+    def _give_up(self, step: int, error: Exception) -> None:
         """Reduce no more: a rank is gone, and the trainer's own collectives are to say so, not this."""
         self._is_off = True
-        _log.warning("llmtrack: from step %d on the reducer logs nothing: %s", step, error)
+        message = f"from step {step} on nothing is reduced over the ranks: {error}"
+        _log.warning("llmtrack: %s", message)
+        self._run.alert("reducer", message, step, self._tokens, level="error")
 
     def _take(self, kind: Kind, name: str, value: Tensor | SupportsFloat | None, *, names_rank: bool) -> None:
         metric = self._given(name, kind)

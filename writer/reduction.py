@@ -19,7 +19,7 @@ from torch import Tensor
 from .errors import UsageError
 from .metric import Kind, Metric
 from .pending import PendingRow
-from .window import ENTRY, Window, to_device
+from .window import ENTRY, Window, host_tensor, to_device
 
 _PATIENCE_S: Final = 30.0  # of the training thread, with ranks that are more than a log step behind
 _PAUSE_S: Final = 0.0005
@@ -46,10 +46,12 @@ class Ranks:
     Attributes:
         group: Theirs; None for all.
         numbers: The rank of each in the whole job.
+        is_alone: There is no process group, and so no collective.
     """
 
     group: dist.ProcessGroup | None
     numbers: tuple[int, ...]
+    is_alone: bool = False
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
@@ -59,7 +61,7 @@ class Ranks:
             UsageError: This rank is not one of them.
         """
         if not is_distributed():
-            return cls(None, (0,))
+            return cls(None, (0,), is_alone=True)
         if group is not None and dist.get_rank(group) < 0:
             raise UsageError("this rank is not in the group that it reduces over", hint="make no Reducer on it")
         return cls(group, tuple(dist.get_process_group_ranks(group or dist.group.WORLD)))
@@ -139,12 +141,12 @@ class Reduction(PendingRow):
         for window in windows:
             numbers += window.numbers()
         self._numbers = numbers
-        if is_distributed() or stream is not None or any(window.is_on_device for window in windows):
+        if not ranks.is_alone or stream is not None or any(window.is_on_device for window in windows):
             self._start(self._to_vector(), stream)
 
     def _to_vector(self) -> Tensor:
         """Return what this rank sends, on its device."""
-        vector = to_device(torch.tensor(self._numbers, dtype=torch.float64), self._windows[0].device)
+        vector = to_device(host_tensor(self._numbers, torch.float64), self._windows[0].device)
         first = self._head
         for window, room in zip(self._windows, self._rooms, strict=True):
             end = first + room * ENTRY
@@ -164,13 +166,13 @@ class Reduction(PendingRow):
             if work is not None:
                 work.wait()  # the stream waits, not this thread
             result = torch.cat([self._verdict(), self._reduced().flatten()])
-            self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            self._host = torch.empty(result.shape, dtype=result.dtype, device="cpu", pin_memory=True)
             self._host.copy_(result, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
             self._copied.record(stream)
 
     def _gather(self, vector: Tensor) -> dist.Work | None:
-        if not is_distributed():
+        if self._ranks.is_alone:
             self._gathered = vector.unsqueeze(0)
             return None
         self._gathered = vector.new_empty(len(self._ranks), len(vector))
@@ -263,7 +265,7 @@ class Reduction(PendingRow):
         if self._work is not None:
             self._work.wait()
         elif self._gathered is None:
-            self._gathered = torch.tensor([self._numbers], dtype=torch.float64)
+            self._gathered = host_tensor([self._numbers], torch.float64)
 
     def _entries_of_ranks(self) -> Tensor:
         """Return what the ranks sent for each metric, ``[ranks, metrics, ENTRY]``."""

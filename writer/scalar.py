@@ -63,7 +63,7 @@ def _read_rare(name: str, value: Tensor, address: int) -> float:
     if value.is_complex():
         raise UsageError(f"{name!r} is a tensor of {value.dtype}", hint="give a real number")
     # One copy more, in the plainest form that there is: no lazy zero, no negative view.
-    plain = torch.empty((), dtype=torch.float64).copy_(value.detach())
+    plain = torch.empty((), dtype=torch.float64, device="cpu").copy_(value.detach())
     return float(ctypes.c_double.from_address(plain.data_ptr()).value)
 
 

@@ -35,7 +35,7 @@ class DeviceValue(PendingValue):
         source = tensor.detach()
         if source.is_cuda:
             # Pinned, or the copy would wait; the event marks its end on the stream that computed the value.
-            self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+            self._host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
             self._host.copy_(source, non_blocking=True)
             self._copied: torch.cuda.Event | None = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
             self._copied.record()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
 
@@ -117,8 +118,7 @@ class Window:
         self.fold()
         metrics = self.sorted()
         if self._slots is None:
-            slots = torch.tensor([metric.slot for metric in metrics], dtype=torch.int64)
-            self._slots = to_device(slots, self.device)
+            self._slots = to_device(host_tensor([metric.slot for metric in metrics], torch.int64), self.device)
         entries.view(-1, ENTRY)[: len(metrics), 1:] += self.sums[self._slots]
 
     def fold(self) -> None:
@@ -152,6 +152,11 @@ class Window:
         self.strays.clear()
         for metric in self.metrics.values():
             metric.begin()
+
+
+def host_tensor(numbers: Sequence[object], dtype: torch.dtype) -> Tensor:
+    """Return numbers as a tensor on the CPU, whatever device the trainer has made torch's default."""
+    return torch.tensor(numbers, dtype=dtype, device="cpu")
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import llmtrack
 from llmtrack.writer.cadence import Cadence, Group
@@ -341,6 +343,68 @@ def test_a_run_that_is_switched_off_reduces_nothing(monkeypatch: pytest.MonkeyPa
         reducer.mean("a", torch.tensor(1.0))
         reducer.step(1, 1)
         reducer.flush(1, 1)
+
+
+def test_the_default_device_of_torch_does_not_matter(train: Callable[..., Training]) -> None:
+    """A trainer that makes the GPU torch's default has host memory where it is needed all the same."""
+    training = train(device="cpu")
+    with torch.device("meta"):
+        for step in (1, 2):
+            for kind in ("mean", "sum", "min", "max", "last"):
+                getattr(training.reducer, kind)(kind, torch.tensor(2.5, dtype=torch.float16, device="cpu"))
+            training.reducer.step(step, step)
+        segment = training.end()
+    assert segment.series("mean") == segment.series("last") == [2.5, 2.5]
+
+
+def test_a_process_group_that_came_later_is_an_error(train: Callable[..., Training], tmp_path: Path) -> None:
+    """Each rank would have logged its own values as those of all."""
+    training = train()
+    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", world_size=1, rank=0)
+    try:
+        training.reducer.mean("a", 1.0)
+        with pytest.raises(llmtrack.UsageError, match="made before the process group"):
+            training.reducer.step(1, 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_group_that_is_gone_ends_the_reducer_and_not_the_training(
+    train: Callable[..., Training], tmp_path: Path
+) -> None:
+    """What was reduced before is in the log, and that nothing was since."""
+    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", world_size=1, rank=0)
+    try:
+        training = train()
+        training.reducer.mean("a", 1.0)
+        training.reducer.step(1, 1)
+    finally:
+        dist.destroy_process_group()
+    for step in (2, 3):
+        training.reducer.mean("a", 2.0)
+        training.reducer.step(step, step)
+    segment = training.end()
+    assert segment.series("a") == [1.0]
+    assert [(alert["rule"], alert["step"]) for alert in segment["alerts"]] == [("reducer", 2)]
+
+
+def test_two_hundred_metrics_a_step_take_less_than_a_hundredth_of_a_loop_of_twenty_steps_a_second(
+    train: Callable[..., Training],
+) -> None:
+    """Of the CPU, in the best of many windows: what else this machine does is no business of the test."""
+    training = train(every=10)
+    losses = [torch.tensor(float(index)) for index in range(200)]
+    names = [f"train/{index}" for index in range(200)]
+    taken_s = []
+    for window in range(40):
+        began_s = time.thread_time()
+        for step in range(window * 10 + 1, window * 10 + 11):
+            for name, loss in zip(names, losses, strict=True):
+                training.reducer.mean(name, loss, weight=4096)
+            training.reducer.step(step, step)
+        taken_s.append((time.thread_time() - began_s) / 10)
+    assert min(taken_s) < 0.05 / 100
+    assert training.end().series("train/7") == [7.0] * 40
 
 
 CADENCE = (
