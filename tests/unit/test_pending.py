@@ -95,6 +95,20 @@ def test_points_that_never_arrive_are_counted(run: RecordingRun) -> None:
     assert segment.end["dropped"] == 2
 
 
+def test_a_gpu_that_failed_ends_no_log(run: RecordingRun) -> None:
+    """To ask it whether a value is there raises: that row is lost, and what follows is kept."""
+
+    class Failed(Late):
+        def is_ready(self) -> bool:
+            raise RuntimeError("device-side assert triggered")
+
+    run.log_later(Failed({}), 2, 20)
+    run.log({"a": 3.0}, 3, 30)
+    segment = end(run)
+    assert segment.series("a") == [3.0]
+    assert [gap["points"] for gap in segment["gaps"]] == [2]
+
+
 def test_points_that_could_not_be_kept_are_counted(run: RecordingRun) -> None:
     """The others of their row are in the log."""
     late = Late({"a": 1.0})
