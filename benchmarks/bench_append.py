@@ -24,12 +24,12 @@ import numpy as np
 from measure import Aim, Memory, aims_table, cpu_s, figure, machine, markdown_table, merged_medians
 from workload import TOKENS_PER_STEP, metric_names, metric_values
 
-from llmtrack.writer.buffer import Row
 from llmtrack.writer.format import part_name
-from llmtrack.writer.rows import RowEncoder
+from llmtrack.writer.log.buffer import Row
+from llmtrack.writer.log.rows import RowEncoder
+from llmtrack.writer.log.seal import seal_part
+from llmtrack.writer.log.stream import PartWriter, read_part
 from llmtrack.writer.run import open_run
-from llmtrack.writer.seal import seal_part
-from llmtrack.writer.stream import PartWriter, read_part
 
 _WIDTHS: Final = (20, 500)  # metrics in a row
 _PART_POINTS_LIMIT: Final = 12_000_000  # more than fit into a part: no value repeats, or compressors would find it

@@ -74,7 +74,7 @@ def open_llmtrack(folder: Path) -> Opened:
 
 def read_llmtrack(folder: Path) -> Steps:
     """Read every part, with every checksum."""
-    from llmtrack.writer.stream import read_part
+    from llmtrack.writer.log.stream import read_part
 
     parts = sorted(folder.glob("run_id=*/segment=*/metrics-*.arrows"))
     return joined(read_part(path).table["step"].to_numpy() for path in parts)

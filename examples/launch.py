@@ -15,7 +15,7 @@ from typing import Final, Self
 
 import llmtrack
 from llmtrack.writer.format import OPEN_SUFFIX
-from llmtrack.writer.stream import read_part
+from llmtrack.writer.log.stream import read_part
 
 SCRIPT: Final = Path(__file__).resolve().with_name("pretrain_gpt.py")
 _RANK_LINE: Final = re.compile(r"rank \d+ of \d+: pid (\d+)")

@@ -23,31 +23,31 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from llmtrack.writer import flops
-    from llmtrack.writer.cadence import Cadence
-    from llmtrack.writer.checkpoint import checkpoint_id
+    from llmtrack.writer.capture import flops
+    from llmtrack.writer.capture.cadence import Cadence
+    from llmtrack.writer.capture.reduce import Reducer
+    from llmtrack.writer.capture.throughput import Throughput
+    from llmtrack.writer.checkpoints.checkpoint import checkpoint_id
+    from llmtrack.writer.checkpoints.evals import log_eval
     from llmtrack.writer.errors import LlmtrackError, UsageError
-    from llmtrack.writer.evals import log_eval
-    from llmtrack.writer.lineage import new_run_id
-    from llmtrack.writer.reduce import Reducer
+    from llmtrack.writer.lineage.opening import new_run_id
     from llmtrack.writer.run import Run, open_run
-    from llmtrack.writer.throughput import Throughput
 
     __version__: str
 else:  # hidden from type checkers, which would otherwise take every misspelt name for one of ours
     from importlib import import_module
 
     _MODULES = {
-        "Cadence": "llmtrack.writer.cadence",
+        "Cadence": "llmtrack.writer.capture.cadence",
         "LlmtrackError": "llmtrack.writer.errors",
-        "Reducer": "llmtrack.writer.reduce",
+        "Reducer": "llmtrack.writer.capture.reduce",
         "Run": "llmtrack.writer.run",
-        "Throughput": "llmtrack.writer.throughput",
+        "Throughput": "llmtrack.writer.capture.throughput",
         "UsageError": "llmtrack.writer.errors",
-        "checkpoint_id": "llmtrack.writer.checkpoint",
-        "flops": "llmtrack.writer.flops",
-        "log_eval": "llmtrack.writer.evals",
-        "new_run_id": "llmtrack.writer.lineage",
+        "checkpoint_id": "llmtrack.writer.checkpoints.checkpoint",
+        "flops": "llmtrack.writer.capture.flops",
+        "log_eval": "llmtrack.writer.checkpoints.evals",
+        "new_run_id": "llmtrack.writer.lineage.opening",
         "open_run": "llmtrack.writer.run",
     }
 

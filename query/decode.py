@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from llmtrack.writer.format import SCHEMAS
-from llmtrack.writer.stream import RawPart, decode_parts
+from llmtrack.writer.log.stream import RawPart, decode_parts
 
 from .columns import to_column
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmtrack.writer.format import HEARTBEAT, PART_FILE, RUN_FOLDER, SCHEMAS, SEGMENT_FOLDER
-from llmtrack.writer.seal import CHECK_KEY, OURS
+from llmtrack.writer.log.seal import CHECK_KEY, OURS
 
 # What a file system says of a path that was there a moment ago; ESTALE is NFS.
 VANISHED: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})

@@ -26,8 +26,8 @@ from llmtrack.writer.format import (
     SEGMENT_FOLDER,
     part_name,
 )
-from llmtrack.writer.seal import digest_of
-from llmtrack.writer.stream import Damage, RawPart, read_raw_part
+from llmtrack.writer.log.seal import digest_of
+from llmtrack.writer.log.stream import Damage, RawPart, read_raw_part
 
 from .columns import EPOCH, to_column
 from .decode import Found, decode

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from llmtrack.writer.errors import UsageError
-from llmtrack.writer.publish import publish
+from llmtrack.writer.log.publish import publish
 
 _FORMAT: Final = 1
 _APP: Final = "llmtrack"

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from llmtrack.query.views import set_aside
 from llmtrack.writer.errors import CorruptSegmentError
-from llmtrack.writer.seal import CHECK_KEY, verify_sealed
+from llmtrack.writer.log.seal import CHECK_KEY, verify_sealed
 
 if TYPE_CHECKING:
     import duckdb

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from llmtrack.writer.format import HEARTBEAT, SCHEMAS, part_name, segment_folder
-from llmtrack.writer.seal import seal_part
-from llmtrack.writer.stream import PartWriter
+from llmtrack.writer.log.seal import seal_part
+from llmtrack.writer.log.stream import PartWriter
 from tests.oracle import Segment
 
 DAY = dt.datetime(2025, 3, 1, tzinfo=dt.UTC)

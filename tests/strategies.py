@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from llmtrack.writer.buffer import Row
-from llmtrack.writer.rows import RowEncoder
-from llmtrack.writer.stream import PartWriter, encode_batch
+from llmtrack.writer.log.buffer import Row
+from llmtrack.writer.log.rows import RowEncoder
+from llmtrack.writer.log.stream import PartWriter, encode_batch
 from tests.reading import DROPPED
 
 INT64_MAX = (1 << 63) - 1

@@ -14,17 +14,17 @@ from typing import Any, Final
 
 import click
 
-from .adopt import adopt
-from .cadence import DEFAULT_FILE, Cadence
-from .checkpoint import identify
+from .capture.cadence import DEFAULT_FILE, Cadence
+from .capture.plan import estimate_layers, make_plan, to_lines, to_rows
+from .checkpoints.checkpoint import identify
+from .checkpoints.evals import EvalFile, EvalValue, to_json, write_evals
+from .checkpoints.lm_eval import import_lm_eval
 from .errors import UsageError
-from .evals import EvalFile, EvalValue, to_json, write_evals
-from .lineage import new_run_id
-from .lm_eval import import_lm_eval
-from .maintenance import DEFAULT_SILENCE_S, seal_root
+from .lineage.opening import new_run_id
 from .plain import plain
-from .plan import estimate_layers, make_plan, to_lines, to_rows
-from .verify import verify
+from .upkeep.adopt import adopt
+from .upkeep.maintenance import DEFAULT_SILENCE_S, seal_root
+from .upkeep.verify import verify
 
 _PATH: Final = click.Path(path_type=Path)
 _DAMAGED: Final = 4  # exit status

@@ -12,25 +12,25 @@ from time import monotonic, time_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsFloat, SupportsIndex
 
-from .buffer import Barrier, Buffer, End, Exit, Record
-from .checkpoint import identify
-from .drain import Drain
+from .checkpoints.checkpoint import identify
 from .errors import LlmtrackError, UsageError
-from .identity import process_identity
-from .lineage import Opening, open_segment
+from .lineage.identity import process_identity
+from .lineage.opening import Opening, open_segment
+from .log.buffer import Barrier, Buffer, End, Exit, Record
+from .log.drain import Drain
+from .log.pending import DeviceRow, PendingRow
+from .log.tensors import PendingValue, take_value
+from .log.worker import Worker
 from .mode import is_disabled
-from .pending import DeviceRow, PendingRow
 from .ranks import decide_on_rank_zero
 from .redact import redact
 from .settings import Settings
 from .shutdown import end_on_signal, forget, keep_until_exit
-from .tensors import PendingValue, take_value
-from .worker import Worker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .flops import Flops
+    from .capture.flops import Flops
 
     Value = SupportsFloat | Tensor
 

@@ -10,8 +10,8 @@ import threading
 from types import FrameType
 from typing import Final, Protocol
 
-from .buffer import Exit
 from .errors import UsageError
+from .log.buffer import Exit
 
 _SIGNAL_TIMEOUT_S: Final = 20.0  # Slurm's default between SIGTERM and SIGKILL is 30 s
 

@@ -23,7 +23,7 @@ import pytest
 
 from llmtrack.sync.cli import main
 from llmtrack.writer.format import HEARTBEAT, SCHEMAS, part_name, segment_folder
-from llmtrack.writer.stream import PartWriter
+from llmtrack.writer.log.stream import PartWriter
 
 EPOCH = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import pytest
 
-from llmtrack.writer.seal import seal_part
+from llmtrack.writer.log.seal import seal_part
 from tests.contract.conftest import Bench, Point, Row
 
 SENTINEL_MS = 1_767_225_600_000

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from llmtrack.writer.format import SCHEMAS
-from llmtrack.writer.rows import RowEncoder
+from llmtrack.writer.log.rows import RowEncoder
+from llmtrack.writer.log.stream import encode_batch, encode_head
 from llmtrack.writer.settings import Settings
-from llmtrack.writer.stream import encode_batch, encode_head
 from tests.crash.trainer import tokens_of
 from tests.faults import TINY, Storage, Trainer, failing_storage, wait_until
 from tests.reading import find_segment

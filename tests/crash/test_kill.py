@@ -13,9 +13,9 @@ from typing import Any
 import duckdb
 import pytest
 
-from llmtrack.writer.seal import seal_segment
-from llmtrack.writer.stream import read_part
-from llmtrack.writer.verify import verify
+from llmtrack.writer.log.seal import seal_segment
+from llmtrack.writer.log.stream import read_part
+from llmtrack.writer.upkeep.verify import verify
 from tests.crash.trainer import row_of, tokens_of
 from tests.faults import TINY, Storage, Trainer, TrainerDiedError, failing_storage
 from tests.reading import Segment, bits, find_segment, read_segment

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np  # noqa: F401  # imported once, not in each fork: rows may hold NumPy scalars
 
 import llmtrack
-from llmtrack.writer.identity import process_identity
+from llmtrack.writer.lineage.identity import process_identity
+from llmtrack.writer.log.seal import seal_segment
 from llmtrack.writer.run import RecordingRun
-from llmtrack.writer.seal import seal_segment
 from llmtrack.writer.settings import Settings
 
 _ERR = 2

@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import llmtrack
-from llmtrack.writer.cadence import Cadence, Group
-from llmtrack.writer.reduce import Reducer
+from llmtrack.writer.capture.cadence import Cadence, Group
+from llmtrack.writer.capture.reduce import Reducer
 
 _TIMEOUT = timedelta(seconds=60)
 _SEED = 7

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmtrack
+from llmtrack.writer.log.seal import seal_segment
 from llmtrack.writer.run import RecordingRun
-from llmtrack.writer.seal import seal_segment
 from llmtrack.writer.settings import Settings
 from tests.faults import failing_storage
 from tests.reading import Segment, bits, find_segment, read_segment

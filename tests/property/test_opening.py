@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrack.writer.lineage import open_segment
-from llmtrack.writer.path import BEFORE_ALL, UNBOUNDED, Start, path
+from llmtrack.writer.lineage.opening import open_segment
+from llmtrack.writer.lineage.path import BEFORE_ALL, UNBOUNDED, Start, path
 from tests.handmade import write_part
 from tests.oracle import Oracle, Point, Segment
 

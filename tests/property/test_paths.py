@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from llmtrack.query import connect, refresh
 from llmtrack.writer.format import part_name, segment_folder
+from llmtrack.writer.log.stream import read_part
 from llmtrack.writer.run import Run, open_run
-from llmtrack.writer.stream import read_part
 from tests.handmade import write_segment
 from tests.oracle import Oracle, Point, Segment, doubled
 

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 from llmtrack import UsageError, open_run
 from llmtrack.query import connect
-from llmtrack.writer.adopt import adopt
 from llmtrack.writer.cli import adopt_run
-from llmtrack.writer.verify import verify
+from llmtrack.writer.upkeep.adopt import adopt
+from llmtrack.writer.upkeep.verify import verify
 
 
 def _train(root: Path, run_id: str, first: int, last: int, loss: float) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from llmtrack.writer.appender import Appender, SyncMark
-from llmtrack.writer.rows import RowEncoder
-from llmtrack.writer.seal import seal_segment
-from llmtrack.writer.stream import encode_batch
+from llmtrack.writer.log.appender import Appender, SyncMark
+from llmtrack.writer.log.rows import RowEncoder
+from llmtrack.writer.log.seal import seal_segment
+from llmtrack.writer.log.stream import encode_batch
 from tests.faults import file_size_limit, small_disk
 from tests.reading import read_file
 

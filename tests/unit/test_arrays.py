@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtrack.writer.arrays import one, record_batch, strings
 from llmtrack.writer.format import SCHEMAS, TIME
+from llmtrack.writer.log.arrays import one, record_batch, strings
 from tests.strategies import names
 
 LIST = pa.list_(pa.string())

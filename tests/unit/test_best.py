@@ -15,9 +15,9 @@ import pytest
 from llmtrack import __main__ as program
 from llmtrack.query.best import Ranking, best
 from llmtrack.query.views import connect, refresh
-from llmtrack.writer.checkpoint import checkpoint_id
+from llmtrack.writer.checkpoints.checkpoint import checkpoint_id
+from llmtrack.writer.checkpoints.evals import log_eval
 from llmtrack.writer.errors import UsageError
-from llmtrack.writer.evals import log_eval
 from llmtrack.writer.run import open_run
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtrack.writer.buffer import Barrier, Buffer, Gap, Item, Record
+from llmtrack.writer.log.buffer import Barrier, Buffer, Gap, Item, Record
 
 
 def steps(items: list[Item]) -> list[int]:

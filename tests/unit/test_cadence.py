@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import llmtrack
-from llmtrack.writer.cadence import DEFAULT_FILE, Cadence, Group
+from llmtrack.writer.capture.cadence import DEFAULT_FILE, Cadence, Group
 
 TABLE = """
 burst_steps = 3

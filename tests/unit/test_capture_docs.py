@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import llmtrack
-from llmtrack.writer.cadence import Cadence
-from llmtrack.writer.flops import FORMULAS
+from llmtrack.writer.capture.cadence import Cadence
+from llmtrack.writer.capture.flops import FORMULAS
 from tests.reading import find_segment, read_segment
 
 pytest.importorskip("torch")

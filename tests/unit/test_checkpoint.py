@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrack.writer.checkpoint import CheckpointIdentity, checkpoint_id, identify
+from llmtrack.writer.checkpoints.checkpoint import CheckpointIdentity, checkpoint_id, identify
 from llmtrack.writer.errors import LlmtrackError, UsageError
 
 TOKENS = 10**15
@@ -335,7 +335,7 @@ def test_an_id_can_be_made_while_the_interpreter_ends(tmp_path: Path) -> None:
     write(tmp_path, {f"{i}.bin": bytes(i + 1) for i in range(50)})
     script = (
         "import atexit\n"
-        "from llmtrack.writer.checkpoint import checkpoint_id\n"
+        "from llmtrack.writer.checkpoints.checkpoint import checkpoint_id\n"
         f"atexit.register(lambda: print(checkpoint_id({str(tmp_path)!r}, 7)))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

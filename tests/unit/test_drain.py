@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrack.writer.buffer import Barrier, Buffer, End, Record
-from llmtrack.writer.drain import Drain
-from llmtrack.writer.pending import PendingRow
+from llmtrack.writer.log.buffer import Barrier, Buffer, End, Record
+from llmtrack.writer.log.drain import Drain
+from llmtrack.writer.log.pending import PendingRow
+from llmtrack.writer.log.tensors import DeviceValue
 from llmtrack.writer.settings import Settings
-from llmtrack.writer.tensors import DeviceValue
 from tests.faults import TINY
 from tests.reading import Segment, read_segment
 

@@ -18,10 +18,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmtrack.writer.checkpoints.evals import find_checkpoint, log_eval, to_json
 from llmtrack.writer.errors import LlmtrackError, UsageError
-from llmtrack.writer.evals import find_checkpoint, log_eval, to_json
 from llmtrack.writer.format import SCHEMAS, part_name, segment_folder
-from llmtrack.writer.stream import PartWriter
+from llmtrack.writer.log.stream import PartWriter
 
 CKPT = "quick-0123456789abcdef0123456789abcdef"
 TOKENS = 10**15
@@ -131,7 +131,7 @@ def test_many_evaluators_at_once_lose_nothing(root: Path) -> None:
 
 def test_another_process_can_log_an_evaluation(root: Path) -> None:
     """The evaluator needs the root and the id, and nothing of the trainer."""
-    script = f"from llmtrack.writer.evals import log_eval; print(log_eval({str(root)!r}, {CKPT!r}, 't', {{'acc': 1}}))"
+    script = f"import llmtrack; print(llmtrack.log_eval({str(root)!r}, {CKPT!r}, 't', {{'acc': 1}}))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert rows(Path(done.stdout.strip()))[0]["value"] == 1.0
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from llmtrack.writer.flag import Flag
+from llmtrack.writer.log.flag import Flag
 
 
 def test_a_flag_is_not_set_at_first() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import llmtrack
-from llmtrack.writer import flops
-from llmtrack.writer.peaks import find_peak
+from llmtrack.writer.capture import flops
+from llmtrack.writer.capture.peaks import find_peak
 from tests.reading import find_segment, read_segment
 
 GPT3 = {"layers": 96, "heads": 96, "head_dim": 128, "sequence": 2048}
@@ -211,6 +211,6 @@ def test_the_start_record_has_what_it_takes_to_compute_again(tmp_path: Path) -> 
 
 def test_flops_need_no_torch() -> None:
     """A trainer in JAX names its device."""
-    script = "import sys; from llmtrack.writer.flops import estimate; estimate('6n', parameters=1); print(*sys.modules)"
+    script = "import sys, llmtrack; llmtrack.flops.estimate('6n', parameters=1); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "torch" not in done.stdout.split()

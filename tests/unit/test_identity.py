@@ -16,11 +16,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-from llmtrack.writer import revision
 from llmtrack.writer.format import SCHEMAS
-from llmtrack.writer.identity import process_identity
-from llmtrack.writer.revision import find_checkout, is_dirty, read_commit
-from llmtrack.writer.scheduler import expand_nodes, read_job, read_nodes
+from llmtrack.writer.lineage import revision
+from llmtrack.writer.lineage.identity import process_identity
+from llmtrack.writer.lineage.revision import find_checkout, is_dirty, read_commit
+from llmtrack.writer.lineage.scheduler import expand_nodes, read_job, read_nodes
 
 
 def _git(folder: Path, *command: str) -> str:
@@ -167,7 +167,7 @@ def test_another_repository_in_the_environment_is_not_asked(
 
 def test_the_code_is_where_the_main_script_lies_else_where_one_stands(checkout: Path, tmp_path: Path) -> None:
     """Jobs often run in a scratch folder."""
-    code = "from llmtrack.writer.revision import find_checkout; print(find_checkout())"
+    code = "from llmtrack.writer.lineage.revision import find_checkout; print(find_checkout())"
     script = checkout / "src" / "run.py"
     script.write_text(code)
     scratch = tmp_path / "scratch"
@@ -227,7 +227,8 @@ def test_versions_are_those_of_what_is_loaded_or_installed() -> None:
 def test_nothing_is_imported_to_learn_its_version() -> None:
     """Importing torch takes seconds and memory."""
     code = (
-        "import sys, llmtrack.writer.identity as i; before = set(sys.modules); print(i.process_identity()['versions']);"
+        "import sys; from llmtrack.writer.lineage.identity import process_identity; before = set(sys.modules);"
+        "print(process_identity()['versions']);"
         "print({'torch', 'numpy', 'transformers', 'mlflow'} & set(sys.modules))"
     )
     ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from llmtrack.writer.checkpoints.lm_eval import import_lm_eval
 from llmtrack.writer.errors import UsageError
-from llmtrack.writer.lm_eval import import_lm_eval
 
 DATA = Path(__file__).parents[1] / "data" / "lm_eval"
 CKPT = "full-0123456789abcdef0123456789abcdef"

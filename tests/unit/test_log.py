@@ -18,8 +18,8 @@ from llmtrack.query.files import Listing
 from llmtrack.query.log import Log, News, _Segment
 from llmtrack.writer.errors import UsageError
 from llmtrack.writer.format import SCHEMAS, part_name, segment_folder
-from llmtrack.writer.seal import seal_part
-from llmtrack.writer.stream import PartWriter, _check, _sign, encode_batch, encode_head
+from llmtrack.writer.log.seal import seal_part
+from llmtrack.writer.log.stream import PartWriter, _check, _sign, encode_batch, encode_head
 from tests.handmade import DAY, write_heartbeat, write_part, write_segment
 from tests.oracle import Point, Segment
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import llmtrack
-from llmtrack.writer.pending import DeviceRow, PendingRow
+from llmtrack.writer.log.pending import DeviceRow, PendingRow
+from llmtrack.writer.log.tensors import PendingValue
 from llmtrack.writer.run import RecordingRun
 from llmtrack.writer.settings import Settings
-from llmtrack.writer.tensors import PendingValue
 from tests.faults import TINY
 from tests.reading import Segment, find_segment, read_segment
 

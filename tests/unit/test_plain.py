@@ -209,7 +209,9 @@ def test_two_keys_of_one_name_are_both_kept_in_a_config_and_refused_in_a_recipe(
 
 def test_a_set_is_the_same_in_processes_that_hash_strings_differently() -> None:
     """Python's order of a set depends on a random seed of the process."""
-    code = "from llmtrack.writer.recipe import recipe_hash; print(recipe_hash({'langs': {'en', 'de', 'fr', 'ja'}}))"
+    code = (
+        "from llmtrack.writer.lineage.recipe import recipe_hash;print(recipe_hash({'langs': {'en', 'de', 'fr', 'ja'}}))"
+    )
     hashes = {
         subprocess.run(
             [sys.executable, "-c", code],

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import llmtrack
-from llmtrack.writer.cadence import DEFAULT_FILE, Cadence, Group
+from llmtrack.writer.capture.cadence import DEFAULT_FILE, Cadence, Group
+from llmtrack.writer.capture.plan import Plan, estimate_layers, make_plan
 from llmtrack.writer.cli import COMMANDS
-from llmtrack.writer.plan import Plan, estimate_layers, make_plan
 from llmtrack.writer.run import RecordingRun
 from llmtrack.writer.settings import Settings
 

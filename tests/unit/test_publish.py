@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrack.writer.publish import publish, sync_folder
+from llmtrack.writer.log.publish import publish, sync_folder
 
 
 def test_a_published_file_is_whole_and_alone(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from llmtrack.query import canvas, console, layout
 from llmtrack.query.select import select_run, select_runs
 from llmtrack.writer.errors import CorruptSegmentError, UsageError
 from llmtrack.writer.format import SCHEMAS, part_name
-from llmtrack.writer.stream import encode_head
+from llmtrack.writer.log.stream import encode_head
 from tests.handmade import DAY, write_heartbeat, write_part, write_segment
 from tests.oracle import Point, Segment
 

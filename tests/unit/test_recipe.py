@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmtrack.writer.errors import UsageError
+from llmtrack.writer.lineage.recipe import canonical_json, hash_of, recipe_diff, recipe_hash, recipe_json
 from llmtrack.writer.plain import Json
-from llmtrack.writer.recipe import canonical_json, hash_of, recipe_diff, recipe_hash, recipe_json
 
 _LEAVES = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=5)
 _RECIPES = st.recursive(

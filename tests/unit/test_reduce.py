@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import llmtrack
-from llmtrack.writer.cadence import Cadence, Group
-from llmtrack.writer.reduce import Reducer
+from llmtrack.writer.capture.cadence import Cadence, Group
+from llmtrack.writer.capture.reduce import Reducer
 from llmtrack.writer.run import RecordingRun
 from tests.reading import Segment, read_segment
 

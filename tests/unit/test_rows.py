@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtrack.writer import rows
-from llmtrack.writer.buffer import Row
 from llmtrack.writer.format import SCHEMAS
-from llmtrack.writer.rows import RowEncoder
+from llmtrack.writer.log import rows
+from llmtrack.writer.log.buffer import Row
+from llmtrack.writer.log.rows import RowEncoder
 from tests.reading import bits
 from tests.strategies import INT64_MAX, doubles, names
 

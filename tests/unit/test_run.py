@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import llmtrack
-from llmtrack.writer.pending import PendingRow
+from llmtrack.writer.log.pending import PendingRow
 from llmtrack.writer.run import RecordingRun, Run
 from llmtrack.writer.settings import Settings
 from tests.faults import TINY

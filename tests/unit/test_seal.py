@@ -10,8 +10,8 @@ import pytest
 
 from llmtrack.writer.errors import CorruptSegmentError
 from llmtrack.writer.format import SCHEMAS
-from llmtrack.writer.seal import first_seq_of, seal_part, seal_segment, verify_sealed
-from llmtrack.writer.stream import encode_head
+from llmtrack.writer.log.seal import first_seq_of, seal_part, seal_segment, verify_sealed
+from llmtrack.writer.log.stream import encode_head
 from tests.faults import small_disk
 from tests.reading import read_file, read_segment
 from tests.strategies import make_rows, write_part

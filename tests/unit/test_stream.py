@@ -13,7 +13,7 @@ import pytest
 
 from llmtrack.writer.errors import CorruptSegmentError, FormatError, VersionError
 from llmtrack.writer.format import FORMAT_VERSION, SCHEMAS, part_name
-from llmtrack.writer.stream import Damage, PartWriter, encode_batch, encode_head, read_part
+from llmtrack.writer.log.stream import Damage, PartWriter, encode_batch, encode_head, read_part
 from tests.reading import read_batches
 from tests.strategies import write_part
 

@@ -18,7 +18,7 @@ import pytest
 
 from llmtrack.sync.cli import main
 from llmtrack.writer.format import SCHEMAS, part_name, segment_folder
-from llmtrack.writer.stream import PartWriter
+from llmtrack.writer.log.stream import PartWriter
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llmtrack.writer.errors import UsageError
-from llmtrack.writer.tensors import DeviceValue, take_value
+from llmtrack.writer.log.tensors import DeviceValue, take_value
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -79,7 +79,8 @@ def test_a_value_on_a_gpu_is_copied_without_a_synchronisation() -> None:
 def test_numbers_need_no_torch() -> None:
     """A trainer in JAX, or none at all, never pays for its import."""
     script = (
-        "import sys; from llmtrack.writer.tensors import take_value; take_value('a', 1); print('torch' in sys.modules)"
+        "import sys; from llmtrack.writer.log.tensors import take_value; take_value('a', 1);"
+        "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import llmtrack
-from llmtrack.writer.cadence import Cadence, Group
-from llmtrack.writer.flops import estimate
-from llmtrack.writer.throughput import Throughput
+from llmtrack.writer.capture.cadence import Cadence, Group
+from llmtrack.writer.capture.flops import estimate
+from llmtrack.writer.capture.throughput import Throughput
 from tests.reading import Segment, find_segment, read_segment
 
 pytest.importorskip("torch")

@@ -10,7 +10,7 @@ import pytest
 
 import llmtrack
 from llmtrack.query.log import Log
-from llmtrack.writer.verify import verify
+from llmtrack.writer.upkeep.verify import verify
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ import duckdb
 import pytest
 
 from llmtrack.query import connect, refresh
+from llmtrack.writer.checkpoints.evals import log_eval
 from llmtrack.writer.errors import UsageError
-from llmtrack.writer.evals import log_eval
 from llmtrack.writer.format import SCHEMAS, segment_folder
+from llmtrack.writer.log.seal import seal_part, seal_segment
 from llmtrack.writer.run import open_run
-from llmtrack.writer.seal import seal_part, seal_segment
 from tests.handmade import DAY, write_heartbeat, write_part, write_segment
 from tests.oracle import Point, Segment
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import llmtrack
-from llmtrack.writer.metric import DEPTH, EMPTY, Kind
-from llmtrack.writer.scalar import take_scalar
-from llmtrack.writer.window import ENTRY, Window
+from llmtrack.writer.capture.metric import DEPTH, EMPTY, Kind
+from llmtrack.writer.capture.scalar import take_scalar
+from llmtrack.writer.capture.window import ENTRY, Window
 
 CPU = torch.device("cpu")
 

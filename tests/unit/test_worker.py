@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from llmtrack.writer.worker import Worker
+from llmtrack.writer.log.worker import Worker
 
 
 def test_jobs_are_done_in_order() -> None:

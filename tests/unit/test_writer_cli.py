@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from llmtrack.writer.checkpoint import checkpoint_id
+from llmtrack.writer.checkpoints.checkpoint import checkpoint_id
 from llmtrack.writer.cli import COMMANDS
 from llmtrack.writer.errors import UsageError
 from llmtrack.writer.format import check_run_id, run_folder

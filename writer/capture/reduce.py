@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmtrack.writer.errors import UsageError
+from llmtrack.writer.run import Run
+
 from .cadence import Cadence
-from .errors import UsageError
 from .metric import Kind, Metric
 from .reduction import Ranks, Reduction, is_distributed
-from .run import Run
 from .scalar import take_scalar
 from .throughput import (
     DATA_WAIT_S,

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any, Final
 
+from llmtrack.writer.errors import UsageError
+from llmtrack.writer.settings import Settings
+
 from .cadence import Cadence, Group
-from .errors import UsageError
-from .settings import Settings
 
 # Measured with the table that comes along, fp32 values and times that jitter.
 _SEALED_BYTES_A_POINT: Final = 4.5

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, Self
 
-from .errors import UsageError
+from llmtrack.writer.errors import UsageError
 
 DEFAULT_FILE: Final = Path(__file__).with_name("cadence.toml")
 _BURST_STEPS: Final = 100

@@ -15,10 +15,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-from .errors import UsageError
-from .format import check_run_id, run_folder, segment_folder
+from llmtrack.writer.errors import UsageError
+from llmtrack.writer.format import check_run_id, run_folder, segment_folder
+from llmtrack.writer.plain import Json
+
 from .path import UNBOUNDED
-from .plain import Json
 from .recipe import hash_of, recipe_diff, recipe_json
 from .records import Records
 

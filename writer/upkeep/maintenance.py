@@ -11,10 +11,10 @@ from typing import Final
 
 import pyarrow as pa
 
-from .errors import FormatError, LlmtrackError, UsageError
-from .format import HEARTBEAT, OPEN_SUFFIX, RUN_FOLDER, SEGMENT_FOLDER, part_name
-from .seal import list_parts, seal_segment
-from .stream import read_part
+from llmtrack.writer.errors import FormatError, LlmtrackError, UsageError
+from llmtrack.writer.format import HEARTBEAT, OPEN_SUFFIX, RUN_FOLDER, SEGMENT_FOLDER, part_name
+from llmtrack.writer.log.seal import list_parts, seal_segment
+from llmtrack.writer.log.stream import read_part
 
 DEFAULT_SILENCE_S: Final = 3600.0  # two minutes would do, were it not for clocks that differ and storage that hangs
 

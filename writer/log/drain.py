@@ -20,16 +20,17 @@ from typing import Final
 
 import pyarrow as pa
 
+from llmtrack.writer.errors import LlmtrackError
+from llmtrack.writer.format import HEARTBEAT, SCHEMAS
+from llmtrack.writer.settings import Settings
+
 from .appender import Appender, SyncMark
 from .arrays import one, record_batch
 from .buffer import Barrier, Buffer, End, Gap, Item, LateRow, Record, Row
-from .errors import LlmtrackError
 from .flag import Flag
-from .format import HEARTBEAT, SCHEMAS
 from .publish import sync_folder
 from .rows import RowEncoder
 from .seal import seal_part, seal_segment
-from .settings import Settings
 from .stream import encode_batch, fsync_named
 from .worker import Worker
 

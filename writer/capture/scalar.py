@@ -9,7 +9,7 @@ from typing import Any, Final, SupportsFloat
 import torch
 from torch import Tensor
 
-from .errors import UsageError
+from llmtrack.writer.errors import UsageError
 
 _C_TYPES: Final[dict[torch.dtype, Any]] = {
     torch.float32: ctypes.c_float,

@@ -19,9 +19,9 @@ import pytest
 
 from llmtrack.writer.errors import UsageError, VersionError
 from llmtrack.writer.format import SCHEMAS, check_run_id, part_name, segment_folder
-from llmtrack.writer.lineage import Opening, new_run_id, open_segment
-from llmtrack.writer.recipe import recipe_hash
-from llmtrack.writer.stream import PartWriter
+from llmtrack.writer.lineage.opening import Opening, new_run_id, open_segment
+from llmtrack.writer.lineage.recipe import recipe_hash
+from llmtrack.writer.log.stream import PartWriter
 
 Meta = dict[str, object]
 
@@ -682,7 +682,7 @@ def test_a_record_written_by_a_newer_llmtrack_is_not_guessed_at(log: Log) -> Non
 _CLAIM = """
 import sys
 from pathlib import Path
-from llmtrack.writer.lineage import open_segment
+from llmtrack.writer.lineage.opening import open_segment
 sys.stdin.readline()
 for _ in range(20):
     print(open_segment(Path(sys.argv[1]), run_id="a").segment)
@@ -708,7 +708,7 @@ def test_processes_that_open_one_run_at_once_get_segments_of_their_own(log: Log)
 _COUNT_READS = """
 import json, sys
 from pathlib import Path
-from llmtrack.writer.lineage import open_segment
+from llmtrack.writer.lineage.opening import open_segment
 reads = []
 sys.addaudithook(lambda event, args: reads.append(args[0]) if event == "open" and ".arrows" in str(args[0]) else None)
 root, saved = Path(sys.argv[1]), json.loads(sys.argv[2])

@@ -10,7 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .errors import UsageError
+from llmtrack.writer.errors import UsageError
+
 from .metric import DEPTH, EMPTY, Kind, Metric
 
 ENTRY: Final = 3  # doubles that a rank sends for a metric: its hash, and the two halves of its value

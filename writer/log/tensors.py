@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
-from .errors import UsageError
+from llmtrack.writer.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor

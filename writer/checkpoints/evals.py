@@ -19,13 +19,21 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .errors import FormatError, LlmtrackError, UsageError
-from .format import EVALS_FOLDER, FORMAT_VERSION, OPEN_SUFFIX, RUN_FOLDER, SCHEMAS, SEGMENT_FOLDER, run_folder
-from .mode import is_disabled
-from .plain import plain
-from .publish import publish, sync_folder
-from .seal import CHECK_KEY, sign
-from .stream import read_part
+from llmtrack.writer.errors import FormatError, LlmtrackError, UsageError
+from llmtrack.writer.format import (
+    EVALS_FOLDER,
+    FORMAT_VERSION,
+    OPEN_SUFFIX,
+    RUN_FOLDER,
+    SCHEMAS,
+    SEGMENT_FOLDER,
+    run_folder,
+)
+from llmtrack.writer.log.publish import publish, sync_folder
+from llmtrack.writer.log.seal import CHECK_KEY, sign
+from llmtrack.writer.log.stream import read_part
+from llmtrack.writer.mode import is_disabled
+from llmtrack.writer.plain import plain
 
 _CKPT_ID: Final = re.compile(r"\S{1,256}")
 

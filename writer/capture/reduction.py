@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import UsageError
+from llmtrack.writer.errors import UsageError
+from llmtrack.writer.log.pending import PendingRow
+
 from .metric import Kind, Metric
-from .pending import PendingRow
 from .window import ENTRY, Window, host_tensor, to_device
 
 _PATIENCE_S: Final = 30.0  # of the training thread, with ranks that are more than a log step behind

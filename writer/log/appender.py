@@ -10,7 +10,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
-from .format import part_name
+from llmtrack.writer.format import part_name
+
 from .seal import sealed_last_seq
 from .stream import PartWriter, fsync_named, last_seq_of
 

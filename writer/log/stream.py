@@ -24,8 +24,8 @@ from typing import Final
 
 import pyarrow as pa
 
-from .errors import CorruptSegmentError, FormatError, VersionError
-from .format import FORMAT_VERSION, PART_FILE, SCHEMAS
+from llmtrack.writer.errors import CorruptSegmentError, FormatError, VersionError
+from llmtrack.writer.format import FORMAT_VERSION, PART_FILE, SCHEMAS
 
 _FORMAT_KEY: Final = b"llmtrack.format"
 _CHECK_KEY: Final = "llmtrack.check"

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from .errors import UsageError
+from llmtrack.writer.errors import UsageError
+
 from .evals import EvalFile, EvalValue, to_json, write_evals
 
 _BY_TASK: Final = ("versions", "n-shot", "n-samples", "configs", "group_subtasks")  # tables with tasks as their keys

@@ -11,10 +11,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from .errors import FormatError, VersionError
-from .format import ADOPTION_FOLDER, OPEN_SUFFIX, PART_FILE, RUN_FOLDER, SEGMENT_FOLDER, run_folder, segment_folder
+from llmtrack.writer.errors import FormatError, VersionError
+from llmtrack.writer.format import (
+    ADOPTION_FOLDER,
+    OPEN_SUFFIX,
+    PART_FILE,
+    RUN_FOLDER,
+    SEGMENT_FOLDER,
+    run_folder,
+    segment_folder,
+)
+from llmtrack.writer.log.stream import read_part
+
 from .path import BEFORE_ALL, UNBOUNDED, Start, path
-from .stream import read_part
 
 _log = logging.getLogger("llmtrack")
 

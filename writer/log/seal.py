@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from llmtrack.writer.errors import CorruptSegmentError
+from llmtrack.writer.format import FORMAT_VERSION, OPEN_SUFFIX, PART_FILE, SCHEMAS, SEALED_SUFFIX
+
 from .arrays import one
-from .errors import CorruptSegmentError
-from .format import FORMAT_VERSION, OPEN_SUFFIX, PART_FILE, SCHEMAS, SEALED_SUFFIX
 from .publish import publish, sync_folder
 from .stream import read_part
 

@@ -9,8 +9,8 @@ import hashlib
 import json
 from typing import Final
 
-from .plain import Json, plain
-from .redact import redact
+from llmtrack.writer.plain import Json, plain
+from llmtrack.writer.redact import redact
 
 _HEX_DIGITS: Final = 16  # 64 bits: recipes of one lineage are compared, not those of the world
 

@@ -12,10 +12,18 @@ from typing import Final, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .errors import CorruptSegmentError, FormatError, UsageError, VersionError
-from .format import ADOPTION_FOLDER, EVALS_FOLDER, OPEN_SUFFIX, PART_FILE, RUN_FOLDER, SEALED_SUFFIX, SEGMENT_FOLDER
-from .seal import list_copies, verify_sealed
-from .stream import read_part
+from llmtrack.writer.errors import CorruptSegmentError, FormatError, UsageError, VersionError
+from llmtrack.writer.format import (
+    ADOPTION_FOLDER,
+    EVALS_FOLDER,
+    OPEN_SUFFIX,
+    PART_FILE,
+    RUN_FOLDER,
+    SEALED_SUFFIX,
+    SEGMENT_FOLDER,
+)
+from llmtrack.writer.log.seal import list_copies, verify_sealed
+from llmtrack.writer.log.stream import read_part
 
 Kind = Literal["damaged", "missing", "newer", "torn", "unstarted"]
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Final, TypeVar
 from uuid import UUID
 
-from .ranks import world_size
-from .redact import redact
+from llmtrack.writer.ranks import world_size
+from llmtrack.writer.redact import redact
+
 from .revision import find_checkout, is_dirty, read_commit
 from .scheduler import read_job, read_nodes
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from .appender import Appender
-from .errors import LlmtrackError, UsageError
-from .format import SCHEMAS, adoption_folder, check_run_id
-from .lineage import claim_folder
-from .path import Stretch, path
-from .publish import sync_folder
-from .records import Records
-from .stream import encode_batch
+from llmtrack.writer.errors import LlmtrackError, UsageError
+from llmtrack.writer.format import SCHEMAS, adoption_folder, check_run_id
+from llmtrack.writer.lineage.opening import claim_folder
+from llmtrack.writer.lineage.path import Stretch, path
+from llmtrack.writer.lineage.records import Records
+from llmtrack.writer.log.appender import Appender
+from llmtrack.writer.log.publish import sync_folder
+from llmtrack.writer.log.stream import encode_batch
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Final, NamedTuple, SupportsIndex
 
-from .errors import LlmtrackError, UsageError
+from llmtrack.writer.errors import LlmtrackError, UsageError
 
 # These five are part of what an id means: change one, and no old checkpoint is found again.
 _DOMAIN: Final = b"llmtrack checkpoint id 1\0"

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from .errors import UsageError
+from llmtrack.writer.errors import UsageError
+from llmtrack.writer.ranks import rank, world_size
+
 from .peaks import Peak, find_peak
-from .ranks import rank, world_size
 
 _log = logging.getLogger("llmtrack")
 

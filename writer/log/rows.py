@@ -17,9 +17,10 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from llmtrack.writer.format import SCHEMAS, TIME
+
 from .arrays import strings
 from .buffer import Row
-from .format import SCHEMAS, TIME
 
 _NS_PER_MS: Final = 1_000_000
 _LAYOUTS_LIMIT: Final = 4096  # sets of names kept; more only means that names are made anew at every step

@@ -1,0 +1,1 @@
+"""What a training loop measures: reduced over ranks, how often, and what it will cost."""

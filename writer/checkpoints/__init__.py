@@ -1,0 +1,1 @@
+"""Ids of checkpoints, and the evaluations that are keyed by them."""

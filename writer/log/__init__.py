@@ -1,0 +1,1 @@
+"""From a row in memory to a sealed part on storage that fails."""
