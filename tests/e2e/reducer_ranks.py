@@ -13,7 +13,6 @@ import random
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -27,11 +26,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import llmtrack
 from llmtrack.writer.capture.cadence import Cadence, Group
 from llmtrack.writer.capture.reduce import Reducer
+from tests.dispatched import Dispatched
 
 _TIMEOUT = timedelta(seconds=60)
 _SEED = 7
@@ -50,19 +49,6 @@ class Job:
         """Open the scenario's run, and finish it."""
         with llmtrack.open_run(self.root, run_id="run") as run:
             yield run
-
-
-class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Counts what this thread asks torch to do."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count a call and make it."""
-        self.calls[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def error_of(act: Callable[[], object]) -> str | None:

@@ -44,6 +44,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("llmtrack")
 
+# Looking these up in the enumeration takes as long as adding a value up.
+_MEAN: Final = Kind.MEAN
+_SUM: Final = Kind.SUM
+_LAST: Final = Kind.LAST
+
 
 class Reducer:
     """Reduces metrics over micro-batches and ranks, and logs them at every `every`-th step.
@@ -120,7 +125,7 @@ class Reducer:
             UsageError: The name was given with another kind before, there is no room for it, or the value is no
                 number.
         """
-        metric = self._given(name, Kind.MEAN)
+        metric = self._given(name, _MEAN)
         if value is not None:
             metric.add(take_scalar(name, value), take_scalar(name, weight))
 
@@ -130,7 +135,7 @@ class Reducer:
         Raises:
             UsageError: As `mean`.
         """
-        metric = self._given(name, Kind.SUM)
+        metric = self._given(name, _SUM)
         if value is not None:
             metric.add(take_scalar(name, value), 1.0)
 
@@ -161,7 +166,7 @@ class Reducer:
         Raises:
             UsageError: As `mean`.
         """
-        metric = self._given(name, Kind.LAST)
+        metric = self._given(name, _LAST)
         if value is not None:
             metric.keep(take_scalar(name, value))
 
