@@ -186,7 +186,7 @@ class Trainer:
             began_s = time.perf_counter()
             self.log(100)
             self.run.alert("child", "must not be written", self.step, tokens_of(self.step))
-            durable = self.run.flush(5.0)
+            durable = self.run.flush(600.0)
             self.run.finish()
             answer = {"durable": durable, "took_s": time.perf_counter() - began_s, "threads": self.threads()}
             os.write(writing, pickle.dumps(answer))
@@ -210,20 +210,35 @@ class Trainer:
             raise SystemExit(0)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    def alarm(self, what: str, after_s: float, every_s: float = 0.0) -> None:
-        """Have a signal handler use the run: `log`, `flush` or `finish`, whatever the main thread is doing then."""
+    def alarm(self, what: str, from_step: int = 0) -> None:
+        """Have a signal handler use the run: `log`, `flush` or `finish`, whatever the main thread is doing then.
+
+        It comes three times a millisecond, and `finish` at the first time from a step on. While one call of it still
+        works, the next does nothing: on a slow disk they would pile up until Python's stack ends.
+        """
+        working = False
 
         def handle(_number: int, _frame: object) -> None:
+            nonlocal working
+            if working:
+                return
+            working = True
+            try:
+                use_the_run()
+            finally:
+                working = False
+
+        def use_the_run() -> None:
             if what == "log":
                 self.run.log({"from/handler": float(self.step)}, self.step, tokens_of(self.step))
             elif what == "flush":
                 self.run.flush(5.0)
-            else:
+            elif self.step >= from_step:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                self.run.finish("preempted", timeout=10.0)
+                self.run.finish("preempted", timeout=60.0)
 
         signal.signal(signal.SIGALRM, handle)
-        signal.setitimer(signal.ITIMER_REAL, after_s, every_s)
+        signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0003)
 
     def no_alarm(self) -> None:
         """End what `alarm` began."""
