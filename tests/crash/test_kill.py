@@ -14,7 +14,8 @@ import duckdb
 import pytest
 
 from llmtrack.writer.log.seal import seal_segment
-from llmtrack.writer.log.stream import read_part
+from llmtrack.writer.log.stream import read_part, read_raw_part
+from llmtrack.writer.settings import Settings
 from llmtrack.writer.upkeep.verify import verify
 from tests.crash.trainer import row_of, tokens_of
 from tests.faults import TINY, Storage, Trainer, TrainerDiedError, failing_storage
@@ -197,22 +198,23 @@ def test_a_loss_of_power_at_any_operation_leaves_what_was_durable(
     assert len(steps) == 30
 
 
-def test_a_kill_at_any_moment_loses_less_than_a_second(failing: tuple[Storage, Start]) -> None:
-    """With the settings that users have: what was logged a second ago is in the file."""
+def test_a_kill_at_any_moment_loses_what_came_since_the_last_write(failing: tuple[Storage, Start]) -> None:
+    """By default writes are half a second apart; how much that loses is measured by benchmarks/bench_log.py."""
     storage, start = failing
-    lost_ms: list[float] = []
-    while not lost_ms or (min(lost_ms) >= 1000 and len(lost_ms) < 5):  # a busy machine may hold up any of them
+    assert Settings().flush_interval_s <= 0.5
+    for kill in range(2):
         trainer = start()
-        opened = trainer.open(str(storage.root), {}, run_id=f"run{len(lost_ms)}")
+        opened = trainer.open(str(storage.root), {}, run_id=f"run{kill}")
         trainer.send("log", 1_000_000, 3, 0.001)
-        storage.wait_for("write", path=f"run{len(lost_ms)}/segment=00001/metrics", times=random.randint(1, 3))
+        # Nobody asks for these writes: time alone brings them.
+        storage.wait_for("write", path=f"run{kill}/segment=00001/metrics", times=random.randint(2, 4))
         time.sleep(random.uniform(0.0, 0.5))  # the moment of the kill, no wait for anything
-        killed_ms = time.time() * 1000
         trainer.end()
-        segment = read_segment(Path(opened["folder"]))
-        check_rows(segment)
-        lost_ms.append(killed_ms - segment["metrics"][-1]["time"])
-    assert min(lost_ms) < 1000
+        writes = storage.operations("write", path=f"run{kill}/segment=00001/metrics")
+        content = read_raw_part(Path(opened["folder"]) / "metrics-00001.arrows", live=False)
+        assert content.damages == ()
+        assert len(content.messages) in {len(writes), len(writes) + 1}  # a write may end with the process
+        assert check_rows(read_segment(Path(opened["folder"])))
 
 
 def test_a_kill_tears_the_last_batch_at_most(failing: tuple[Storage, Start]) -> None:

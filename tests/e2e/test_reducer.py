@@ -279,7 +279,8 @@ def test_a_rank_that_dies_keeps_no_other_longer_than_without_llmtrack(tmp_path: 
     without_s = time_until_the_other_gives_up(tmp_path / "without", f"without {what}")
     with_s = time_until_the_other_gives_up(tmp_path / "with", f"with {what}")
     log = read_segment(find_segment(tmp_path / "with" / "killed"))
-    assert with_s < without_s + 3.0, f"{with_s:.1f} s with, {without_s:.1f} s without"
+    # The reducer's own patience is 30 s: half of that is no busy machine.
+    assert with_s < without_s + 15.0, f"{with_s:.1f} s with, {without_s:.1f} s without"
     assert log.series("slowest")[:3] == [1.0] * 3
     assert log.end["exit"] == "failed"
     assert time.monotonic() - started_s < _JOB_LIMIT_S

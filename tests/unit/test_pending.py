@@ -124,7 +124,7 @@ def test_a_run_ends_without_a_row_that_does_not_come(run: RecordingRun) -> None:
     """A rank that is gone keeps no other from ending: half of the time that `finish` has goes by for it."""
     run.log_later(Late({}), 2, 20)
     run.log({"a": 3.0}, 3, 30)
-    run.finish(timeout=0.5)
+    run.finish(timeout=4.0)
     segment = read_segment(run.folder)
     assert segment.series("a") == [3.0]
     assert [gap["points"] for gap in segment["gaps"]] == [2]
