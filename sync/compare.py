@@ -25,6 +25,7 @@ _HASH_BITS: Final = 0xFFFF_FFFF_FFFF_FFFF
 _GROUP_RECORDS: Final = 4_000_000  # 36 MB
 _MATCHED: Final = 1
 _MISPLACED: Final = 2
+_TOLD: Final = 3
 
 Records = Callable[[], Iterable[Record]]  # starts from the beginning at each call
 
@@ -94,16 +95,19 @@ class Comparison:
         """How many records the tracker holds, by key."""
         return {key: count for key, (count, _) in self._held.by_key.items()}
 
-    def difference(self, others: Records) -> Difference:
+    def difference(self, others: Records, told: Records) -> Difference:
         """Return what does not agree.
 
         Args:
             others: The records of all other parts of the run of the log: what is misplaced is one of them.
+            told: The records of the run's own story, which may be there and need not.
         """
         lacking = misplaced = foreign = 0
         for there in self._groups():
             lacking += sum(not there.match(record, _MATCHED) for record in self._expected() if record.key in there.keys)
             if there.unmatched():
+                for record in told():
+                    there.match(record, _TOLD)
                 misplaced += sum(there.match(record, _MISPLACED) for record in others() if record.is_point)
                 foreign += there.unmatched()
         return Difference(lacking, misplaced, foreign)

@@ -59,6 +59,7 @@ class Held:
             something is on its way.
         compared: How far all that the tracker holds was read back and compared, by segment.
         counts: How many records it held then, by key.
+        told: Digest of the story that it was told; None while it was told none.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class Held:
     newest: str | None = None
     compared: dict[int, Mark] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    told: str | None = None
 
 
 @dataclass
@@ -120,12 +122,12 @@ def load(path: Path) -> Cursor:
 
 
 def _held(content: dict[str, Any]) -> Held:
-    segment, newest = content["segment"], content["newest"]
-    if not isinstance(segment, int | None) or not isinstance(newest, str | None):
+    segment, newest, told = content["segment"], content["newest"], content.get("told")
+    if not isinstance(segment, int | None) or not isinstance(newest, str | None) or not isinstance(told, str | None):
         raise TypeError("a cursor's fields have their types")
     counts = {str(key): int(count) for key, count in content["counts"].items()}
     marks, goal, compared = (_marks(content[name]) for name in ("marks", "goal", "compared"))
-    return Held(str(content["kind"]), segment, marks, goal, newest, compared, counts)
+    return Held(str(content["kind"]), segment, marks, goal, newest, compared, counts, told)
 
 
 def _marks(content: dict[str, Any]) -> dict[int, Mark]:

@@ -7,12 +7,13 @@ import json
 import math
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import pyarrow as pa
 
 from .sink import Record
+from .story import StoryPoint
 
 STEP_KEY: Final = "step"
 _NONFINITE: Final = "_nonfinite"
@@ -81,13 +82,27 @@ class MlflowEncoder:
             if key is None:
                 key = self._keys[name] = key_of(name)
             if not math.isfinite(value):
-                key += _NONFINITE
-                value = 0.0 if math.isnan(value) else math.copysign(1.0, value)  # noqa: PLW2901
+                key, value = _finite(key, value)  # noqa: PLW2901
             copies = self._seen[key, value] = self._seen.get((key, value), 0) + 1
             if copies > 1:
                 key = f"{key}{_COPY}{copies}"
             records.append(Record(key, tokens, time_ms, value, seq))
         return records
+
+
+def told_records(points: Iterable[StoryPoint]) -> list[Record]:
+    """Return the records of a story's points; what is not finite becomes the same as among the points of the log."""
+    records: dict[Record, None] = {}
+    for name, tokens, _, time_ms, value, _ in points:
+        key, held = _finite(key_of(name), value)
+        records[Record(key, tokens, time_ms, held, is_point=False)] = None
+    return list(records)
+
+
+def _finite(key: str, value: float) -> tuple[str, float]:
+    if math.isfinite(value):
+        return key, value
+    return key + _NONFINITE, 0.0 if math.isnan(value) else math.copysign(1.0, value)
 
 
 def params_of(config: Mapping[str, Any], recipe: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:

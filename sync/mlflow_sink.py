@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from llmtrack.writer.errors import RejectedError
 
 from . import mlflow_client
-from .mlflow_encode import MlflowEncoder, key_of, params_of, text_tags
+from .mlflow_encode import MlflowEncoder, key_of, params_of, text_tags, told_records
 from .sink import CANONICAL, REPLACED, SUPERSEDED, Encoder, Record, RunSpec, TrackerRun
+from .story import Story, StoryPoint
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -141,6 +142,18 @@ class MlflowSink:
         metrics = [Metric(key, value, time_ms, tokens) for key, tokens, time_ms, value, _, _ in records]
         with mlflow_client.translated(self._uri, run.run_id):
             self._client.log_batch(run.ref, metrics=metrics)
+
+    def tell(self, run: TrackerRun, story: Story) -> list[str]:
+        """Put the story's points into a run."""
+        records = self.told(story.points())
+        mapped = self.prepare(run, sorted({point.name for point in story.points()}))
+        for at in range(0, len(records), _BATCH_METRICS):
+            self.append(run, records[at : at + _BATCH_METRICS])
+        return [f"the metric {name!r} is called {key!r} there" for name, key in mapped.items()]
+
+    def told(self, points: Iterable[StoryPoint]) -> list[Record]:
+        """Return the records of a story's points."""
+        return told_records(points)
 
     def keys(self, run: TrackerRun) -> list[str]:
         """Return every key that has metrics in a run."""

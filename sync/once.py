@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkError, SinkError, UsageError
 
-from . import classify, cursor, describe
+from . import classify, cursor, describe, story
 from .classify import LoggedRun
 from .intact import set_damaged_aside
 from .patience import Patience
@@ -171,8 +171,9 @@ def replay_all(job: Job, runs: list[LoggedRun], known: dict[str, LoggedRun], lis
     except SinkError as error:
         outcome.stopped_by = error
         return outcome
+    stories = story.read_stories(job.con)
     with _young_garbage_only():
-        _replay_each(job, runs, there, outcome, listener)
+        _replay_each(job, runs, stories, there=there, outcome=outcome, listener=listener)
     return outcome
 
 
@@ -193,6 +194,8 @@ def _young_garbage_only() -> Iterator[None]:
 def _replay_each(
     job: Job,
     runs: list[LoggedRun],
+    stories: story.Stories,
+    *,
     there: Mapping[str, list[TrackerRun] | RejectedError],
     outcome: Outcome,
     listener: Listener,
@@ -204,7 +207,8 @@ def _replay_each(
         stop: SinkError | None = None
         try:
             parent = refs.get(run.parent_run or "")
-            _replay_run(job, run, there[run.project], report, parent=parent, listener=listener)
+            told = stories.of_run(run.run_id)
+            _replay_run(job, run, told, there[run.project], report, parent=parent, listener=listener)
             refs[run.run_id] = report.ref
         except UsageError:
             raise
@@ -226,6 +230,7 @@ def _replay_each(
 def _replay_run(
     job: Job,
     run: LoggedRun,
+    told: story.Story,
     there: list[TrackerRun] | RejectedError,
     report: Report,
     *,
@@ -247,6 +252,7 @@ def _replay_run(
             job.con,
             job.sink,
             run,
+            told,
             cursor.load(path),
             report=report,
             options=job.options,

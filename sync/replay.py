@@ -19,11 +19,12 @@ from llmtrack.writer.errors import RejectedError
 
 from . import describe
 from .classify import LoggedRun
-from .compare import Comparison, compare_beyond, newest_digest
+from .compare import Comparison, Difference, compare_beyond, newest_digest
 from .cursor import Cursor, Held, Mark
 from .patience import Patience
 from .sender import Sender
 from .sink import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED, Record, RunSpec, Sink, TrackerRun
+from .story import Story
 from .target import PointReader, Target
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Replay:
         con: From `llmtrack.query.connect`.
         sink: The tracker, open.
         run: The run as the log tells it.
+        story: What is told of it beside its points.
         cursor: What is remembered of it; its lock is held.
         report: Filled in as things are done, so that it tells how far it got.
         options: What to send.
@@ -117,6 +119,7 @@ class Replay:
         con: duckdb.DuckDBPyConnection,
         sink: Sink,
         run: LoggedRun,
+        story: Story,
         cursor: Cursor,
         *,
         report: Report,
@@ -128,6 +131,7 @@ class Replay:
         self._points = PointReader(con, sink, run)
         self._sink = sink
         self._run = run
+        self._story = story
         self._cursor = cursor
         self._options = options
         self._patience = patience
@@ -222,17 +226,19 @@ class Replay:
     def _take(self, target: Target, run: TrackerRun) -> bool:
         """Take a run of the tracker for a target, with what it lacks; False when something in it does not belong."""
         held = self._cursor.runs.get(run.ref)
+        if self._was_told_of_another(target, run):
+            return False
         if held is None and not run.newest:
             target.run = run
             return True
         if held is not None and held.newest in {None, newest_digest(run)} and self._still_belongs(target, held):
-            target.run, target.marks = run, dict(held.marks)
+            target.run, target.marks, target.told = run, dict(held.marks), held.told
             target.began, target.compared, target.counts = dict(held.marks), held.compared, held.counts
             target.verified = held.newest is not None and target.is_complete()
             return True
         comparison = self._compare(target, run)
         self._has_changed = True
-        difference = comparison.difference(lambda: self._points.others(target))
+        difference = self._difference(target, comparison)
         if difference.misplaced:
             return False
         target.run, target.counts = run, comparison.counts
@@ -245,6 +251,21 @@ class Replay:
     def _still_belongs(self, target: Target, held: Held) -> bool:
         """Return whether all that was sent to a run, or may have been, is what the log has for it now."""
         return self._points.agrees(target, held.marks) and self._points.agrees(target, held.goal)
+
+    def _story_of(self, target: Target) -> Story:
+        return self._story if target.segment is None else self._story.of_side(target.kind, target.segment)
+
+    def _was_told_of_another(self, target: Target, run: TrackerRun) -> bool:
+        """Return whether the newest of what a run was told belongs elsewhere now, as an evaluation left behind does."""
+        elsewhere = self._story.points_elsewhere() if target.kind == CANONICAL else self._story.points()
+        return any(
+            record.key in run.newest and run.newest[record.key][1:4] == record[1:4]
+            for record in self._sink.told(elsewhere)
+        )
+
+    def _difference(self, target: Target, comparison: Comparison) -> Difference:
+        told = self._story_of(target).points()
+        return comparison.difference(lambda: self._points.others(target), lambda: self._sink.told(told))
 
     def _compare(self, target: Target, run: TrackerRun) -> Comparison:
         return Comparison(self._sink, run, self._patience, lambda: self._points.records(target), self._progress.read)
@@ -350,7 +371,7 @@ class Replay:
     def _remember(self, target: Target, marks: Mapping[int, Mark], newest: str | None = None) -> None:
         goal = {number: stretch.mark() for number, stretch in target.stretches.items()}
         self._cursor.runs[target.there.ref] = Held(
-            target.kind, target.segment, dict(marks), goal, newest, dict(target.compared), target.counts
+            target.kind, target.segment, dict(marks), goal, newest, dict(target.compared), target.counts, target.told
         )
         self._cursor.save()
 
@@ -401,7 +422,7 @@ class Replay:
 
     def _count_lacking(self, target: Target) -> int:
         comparison = self._compare(target, target.there)
-        difference = comparison.difference(lambda: self._points.others(target))
+        difference = self._difference(target, comparison)
         if difference.misplaced:
             raise _MisplacedError(target.kind)
         if difference.foreign:
@@ -423,10 +444,21 @@ class Replay:
 
     # Afterwards.
 
+    def _tell(self, target: Target) -> None:
+        """Tell what there is beside the points, unless the very same was told before."""
+        story = self._story_of(target)
+        if target.told == story.digest or (target.told is None and story.is_empty):
+            return
+        self._has_changed = True
+        for note in self._call(lambda: self._sink.tell(target.there, story)):
+            self.report.add_note(note)
+        target.told = story.digest
+
     def _finish(self, canonical: Target, sides: list[Target]) -> None:
         """Bring status and names up to date, delete what was replaced, and remember what the tracker now tells."""
         for target in [canonical, *sides]:
             target.run = self._update(target.there, self._spec(target, canonical))
+            self._tell(target)
         self.report.ref, self.report.url = canonical.there.ref, canonical.there.url
         if not self._has_changed and not self._retired:
             return

@@ -9,13 +9,23 @@ says it. Every method contacts the tracker once and returns, or raises:
   run will fare better; otherwise only this run ends, with the reason.
 - `UsageError`: the caller's mistake, e.g. an address that this tracker cannot have.
 
-**Idempotent.** `append`, `update`, `prepare` and `delete` may be called again with the same arguments, after an answer
-was lost or after a crash at any moment, and the tracker then holds the same as after one call. A sink whose tracker
-does not give this by itself must see to it (by asking how far the tracker has got). `create` is not: whoever calls it
-again looks first with `list_runs`, and two runs that came to be all the same are found by their equal tags.
+**Idempotent.** `append`, `update`, `prepare`, `tell` and `delete` may be called again with the same arguments, after an
+answer was lost or after a crash at any moment, and the tracker then holds the same as after one call. A sink whose
+tracker does not give this by itself must see to it (by asking how far the tracker has got). `create` is not: whoever
+calls it again looks first with `list_runs`, and two runs that came to be all the same are found by their equal tags.
 
 **Accepted** means that the tracker answered that it has the records for good. `append` returns only then. What was
 accepted need not be visible at once to `list_runs`, but must be to `read`.
+
+**Beside the points.** A run has more than points: segments, settings that changed, alerts, evaluated checkpoints. All
+of it is a `story.Story`, made from the log at every sync. Replay calls `tell(run, story)` for each run in the tracker
+after its points were verified, and not again until the story changed: the digest of what was told is in the cursor. So
+`tell` is where a sink looks at what is there, sends what differs (first what marks something as left behind), looks
+again, and raises `RejectedError` when the tracker does not keep it. It may be called with the same story any number of
+times, and after a kill at any moment. The canonical run's story has everything; a side run's has the alerts and the
+evaluated checkpoints of its stretch. `story.points()` says what of it becomes points of this very run, and `told` as
+which records they lie there, so that read-back takes them neither for points of the log nor for somebody else's. A
+story loses a point only when settled points were taken back, and then the run is replaced as a whole.
 
 **Read-back.** `read` returns every record that the tracker holds under a key, each once, exactly as it would give it to
 anyone else: equal in key, tokens, time and value to what the sink's encoder made of the log, or the comparison fails.
@@ -27,11 +37,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import pyarrow as pa
 
 from llmtrack.writer.errors import UsageError
+
+if TYPE_CHECKING:
+    from .story import Story, StoryPoint
 
 CANONICAL: Final = "canonical"
 PROVISIONAL: Final = "provisional"
@@ -186,6 +199,18 @@ class Sink(Protocol):
 
     def append(self, run: TrackerRun, records: Sequence[Record]) -> None:
         """Add records, at most `batch_records`; may be called from several threads."""
+        ...
+
+    def tell(self, run: TrackerRun, story: Story) -> list[str]:
+        """Make what the tracker says of a run beside its points what the story says.
+
+        Returns:
+            What a person should know of it: what the tracker could not take, and what it is called there.
+        """
+        ...
+
+    def told(self, points: Iterable[StoryPoint]) -> Iterable[Record]:
+        """Return every record under which points of a story may lie in their run, as `read` would return it."""
         ...
 
     def keys(self, run: TrackerRun) -> list[str]:

@@ -30,6 +30,7 @@ class Target:
         counts: How many records the tracker held then, by key.
         has_holes: The marks say nothing: it lacks some of what belongs into it.
         verified: What it holds was compared, and agrees.
+        told: Digest of the story that it was told; None when that is not known.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Target:
     counts: dict[str, int] = field(default_factory=dict)
     has_holes: bool = False
     verified: bool = False
+    told: str | None = None
 
     @property
     def points(self) -> int:

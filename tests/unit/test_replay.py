@@ -18,10 +18,11 @@ import duckdb
 import pytest
 
 from llmtrack.sync import classify, cursor, once
-from llmtrack.sync.mlflow_encode import MlflowEncoder
+from llmtrack.sync.mlflow_encode import MlflowEncoder, told_records
 from llmtrack.sync.once import Outcome
 from llmtrack.sync.replay import Options, Report
 from llmtrack.sync.sink import Encoder, Record, RunSpec, TrackerRun
+from llmtrack.sync.story import Story, StoryPoint
 from llmtrack.writer.errors import RejectedError, RetryableSinkError
 
 Kind = Literal["settled", "provisional", "superseded"]
@@ -33,10 +34,20 @@ CREATE TABLE metrics (run_id VARCHAR, segment BIGINT, seq BIGINT, time TIMESTAMP
     name VARCHAR, value DOUBLE, superseded_by BIGINT, settled BOOLEAN);
 CREATE TABLE runs (run_id VARCHAR, project VARCHAR, run_name VARCHAR, parent_run VARCHAR, fork_reason VARCHAR,
     status VARCHAR, first_time TIMESTAMPTZ, last_time TIMESTAMPTZ);
-CREATE TABLE segments (run_id VARCHAR, segment BIGINT, start_tokens BIGINT, start_time TIMESTAMPTZ,
-    end_time TIMESTAMPTZ, exit VARCHAR, host VARCHAR, world_size BIGINT, from_run VARCHAR, from_segment BIGINT,
-    from_ckpt VARCHAR, recipe_diff VARCHAR, git_commit VARCHAR, config VARCHAR, recipe VARCHAR);
-CREATE TABLE checkpoints (run_id VARCHAR, segment BIGINT, tokens BIGINT, superseded_by BIGINT);
+CREATE TABLE segments (run_id VARCHAR, segment BIGINT, start_tokens BIGINT, start_step BIGINT,
+    start_time TIMESTAMPTZ, end_time TIMESTAMPTZ, last_tokens BIGINT, last_step BIGINT, last_time TIMESTAMPTZ,
+    exit VARCHAR, detail VARCHAR, dropped BIGINT, host VARCHAR, world_size BIGINT, nodes VARCHAR[], from_run VARCHAR,
+    from_segment BIGINT, from_ckpt VARCHAR, fork_reason VARCHAR, recipe_diff VARCHAR, git_commit VARCHAR,
+    git_dirty BOOLEAN, image_digest VARCHAR, scheduler VARCHAR, versions VARCHAR, config VARCHAR, recipe VARCHAR,
+    started BOOLEAN DEFAULT true);
+CREATE TABLE checkpoints (run_id VARCHAR, segment BIGINT, time TIMESTAMPTZ, tokens BIGINT, ckpt_id VARCHAR,
+    path VARCHAR, bytes BIGINT, superseded_by BIGINT, settled BOOLEAN);
+CREATE TABLE alerts (run_id VARCHAR, segment BIGINT, seq BIGINT, time TIMESTAMPTZ, step BIGINT, tokens BIGINT,
+    alert_id VARCHAR, rule VARCHAR, level VARCHAR, metric VARCHAR, value DOUBLE, baseline DOUBLE, score DOUBLE,
+    message VARCHAR, phase VARCHAR, batch_hash VARCHAR, batch_ids VARCHAR[], superseded_by BIGINT, settled BOOLEAN);
+CREATE TABLE evals (run_id VARCHAR, segment BIGINT, time TIMESTAMPTZ, step BIGINT, tokens BIGINT, ckpt_id VARCHAR,
+    task VARCHAR, metric VARCHAR, value DOUBLE, stderr DOUBLE, harness VARCHAR, harness_version VARCHAR,
+    prompt_hash VARCHAR, details VARCHAR, superseded_by BIGINT, matched BOOLEAN);
 """
 
 
@@ -89,6 +100,7 @@ class _Run:
     spec: RunSpec
     records: list[Record]
     deleted: bool = False
+    told: str = ""
 
 
 class Killed(BaseException):
@@ -164,6 +176,21 @@ class MemorySink:
             self.forgets = max(0, self.forgets - 1)
             there = {record[:4] for record in held}
             held += [record for record in kept if record[:4] not in there]
+
+    def tell(self, run: TrackerRun, story: Story) -> list[str]:
+        """Keep the digest of the story, and its points."""
+        held = self.runs[run.ref]
+        if held.told == story.digest:
+            return []
+        with self._failing(f"tell {story.kind}"):
+            held.told = story.digest
+            there = {record[:4] for record in held.records}
+            held.records += [record for record in self.told(story.points()) if record[:4] not in there]
+        return []
+
+    def told(self, points: Iterable[StoryPoint]) -> list[Record]:
+        """Return the records of a story's points."""
+        return told_records(points)
 
     def keys(self, run: TrackerRun) -> list[str]:
         """Return every key."""
