@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 import os
 import re
 import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkError, UsageError
+from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkError, TooLargeError, UsageError
 
-if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
+from .mlflow_database import DatabaseClient
+from .mlflow_rest import RestClient, RestError
 
 NAME: Final = "mlflow"
 _DEFAULT_URI: Final = "sqlite:///mlflow.db"
@@ -28,9 +27,17 @@ _AUTHENTICATION: Final = frozenset({"UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", 
 _NO_ADDRESS: Final = frozenset(
     {"InvalidUrlException", "InvalidURL", "InvalidSchema", "MissingSchema", "UnsupportedModelRegistryStoreURIException"}
 )
-# MLflow says INTERNAL_ERROR for every failure of the network and for every HTTP 500.
+_NOT_AUTHENTICATED: Final = frozenset({401, 403, 407})
+_TRANSIENT_STATUS: Final = frozenset({408, 425, 429})
+_TOO_LARGE: Final = 413
+_CLIENT_ERRORS: Final = range(400, 500)
+_SERVER_ERRORS: Final = range(500, 600)
+# MLflow's client says INTERNAL_ERROR for every failure of the network, for every HTTP 500, and for whatever it does not
+# know; then the status is in its text.
+_STATUS_IN_TEXT: Final = re.compile(r"failed with error code (\d{3}) != 200")
 _TRANSIENT: Final = frozenset(
     {
+        "EMPTY_ANSWER",
         "INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "WORKSPACE_TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED",
         "RESOURCE_EXHAUSTED", "RESOURCE_LIMIT_EXCEEDED", "DEADLINE_EXCEEDED", "ABORTED", "IO_ERROR",
     }
@@ -74,8 +81,8 @@ def without_credentials(uri: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
 
 
-def connect(uri: str, timeout_s: float) -> MlflowClient:
-    """Import MLflow and return its client; a local database is made if it is not there.
+def connect(uri: str, timeout_s: float) -> RestClient | DatabaseClient:
+    """Return MLflow's client, which imports MLflow when it has to; a local database is made if it is not there.
 
     Args:
         uri: From `resolve_uri`.
@@ -89,33 +96,13 @@ def connect(uri: str, timeout_s: float) -> MlflowClient:
     _reach_database(uri)
     with warnings.catch_warnings(), translated(uri):
         warnings.simplefilter("ignore")
-        from mlflow.tracking import MlflowClient
-
-        for name in ("mlflow", "alembic", "sqlalchemy"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what matters of it arrives here as an error
-        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        client.search_experiments(max_results=1)
+        client: RestClient | DatabaseClient
+        if uri.startswith(("http://", "https://")):
+            client = RestClient(uri, min(_REQUEST_S, timeout_s))
+        else:
+            client = DatabaseClient(uri, _sqlite_file(uri))
+        client.probe()
         return client
-
-
-def close(client: MlflowClient) -> None:
-    """Close what the client holds open: MLflow has no call for that, and its pool keeps a local database open."""
-    engine = getattr(_store(client), "engine", None)
-    if engine is not None:
-        engine.dispose()
-
-
-def metric_pages(client: MlflowClient, ref: str, key: str, *, page: int, skip: int) -> Iterator[list[Any]]:
-    """Read a metric's history a page at a time; the public call of the client holds all of it in memory."""
-    from mlflow.utils.search_utils import SearchUtils
-
-    token = SearchUtils.create_page_token(skip) if skip else None  # type: ignore[no-untyped-call]
-    while True:
-        found = _store(client).get_metric_history(run_id=ref, metric_key=key, max_results=page, page_token=token)
-        yield found
-        token = found.token
-        if token is None:
-            return
 
 
 @contextlib.contextmanager
@@ -138,7 +125,7 @@ def translated(uri: str, run_id: str | None = None) -> Iterator[None]:
 def _translate(error: Exception, uri: str, run_id: str | None) -> LlmtrackError:
     uri, secret = without_credentials(uri), urlsplit(uri).netloc.rpartition("@")[0]
     text = re.sub(r"\s+", " ", str(error).replace(f"{secret}@", "") if secret else str(error)).strip()
-    code = str(getattr(error, "error_code", ""))
+    code, status = str(getattr(error, "error_code", "")), _status_of(error)
     causes = {kind.__name__ for cause in _chain(error) for kind in type(cause).__mro__}
     if causes & _NO_ADDRESS:
         return UsageError(f"{uri} is no address that MLflow knows: {text}", hint="http://HOST:PORT or sqlite:///FILE")
@@ -159,22 +146,49 @@ def _translate(error: Exception, uri: str, run_id: str | None) -> LlmtrackError:
             "check the address and the path in it",
         ),
         (
-            code in _AUTHENTICATION,
+            code in _AUTHENTICATION or status in _NOT_AUTHENTICATED,
             f"{uri} does not let us in ({code}): {text}",
             "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
         ),
     ):
         if holds:
             return RejectedError(message, sink=NAME, hint=hint)
-    if code in _TRANSIENT or causes & {"OperationalError", "RequestException", "OSError"}:
+    if status == _TOO_LARGE:
+        return TooLargeError(
+            f"{uri} refused a request for its size: {text}",
+            sink=NAME,
+            run_id=run_id or "",
+            hint="let whatever stands before the server take bodies of 200 kB",
+        )
+    if _is_transient(code, status, causes):
         *_, reason = _chain(error)  # the innermost says it shortest: connection refused, 503, database is locked
-        return RetryableSinkError(
+        found = RetryableSinkError(
             f"{uri} is not reachable: {reason}",
             sink=NAME,
             run_id=run_id,
             hint="see whether it runs and whether the address is right, then sync again: it goes on where it was",
         )
+        found.retry_after_s = getattr(error, "retry_after_s", None)
+        return found
     return RejectedError(f"{uri} refused ({code or type(error).__name__}): {text}", sink=NAME, run_id=run_id or "")
+
+
+def _status_of(error: Exception) -> int | None:
+    if isinstance(error, RestError):
+        return error.status
+    said = _STATUS_IN_TEXT.search(str(error))
+    return int(said[1]) if said else None
+
+
+def _is_transient(code: str, status: int | None, causes: set[str]) -> bool:
+    if status in _CLIENT_ERRORS and status not in _TRANSIENT_STATUS:
+        return False
+    return (
+        status in _TRANSIENT_STATUS
+        or status in _SERVER_ERRORS
+        or code in _TRANSIENT
+        or bool(causes & {"OperationalError", "RequestException", "OSError"})
+    )
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -230,5 +244,6 @@ def _reach_database(uri: str) -> None:
         raise RetryableSinkError(f"{without_credentials(uri)} is not reachable: {error}", sink=NAME) from error
 
 
-def _store(client: MlflowClient) -> Any:
-    return client._tracking_client.store  # noqa: SLF001 - the public client neither pages nor closes
+def _sqlite_file(uri: str) -> Path | None:
+    location, _, query = uri.removeprefix("sqlite:///").partition("?")
+    return Path(unquote(location)) if uri.startswith("sqlite:///") and not query else None

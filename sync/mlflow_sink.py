@@ -16,14 +16,14 @@ from .story import Story, StoryPoint
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
-    from mlflow.tracking import MlflowClient
+
+    from .mlflow_database import DatabaseClient
+    from .mlflow_rest import RestClient
 
 _BATCH_METRICS: Final = 1000  # the API refuses more
 _LANES: Final = 4  # over HTTP the client encodes while the server inserts; more than four gain nothing
-_PAGE_METRICS: Final = 5_000  # read back at once: 3 MB of MLflow's objects
+_PAGE_METRICS: Final = 20_000  # read back at once, 3 MB of JSON: a server sorts all of a key anew for each page
 _NAME_CHARS: Final = 250
-_PAGE_RUNS: Final = 500
-_SINGLE_SEARCHES: Final = 20  # above it, one search for all runs of an experiment is cheaper
 
 _STATUS: Final = {"running": "RUNNING", "finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 _COLOR: Final = {SUPERSEDED: "#c0c0c0", REPLACED: "#c0c0c0", "provisional": "#8c8c8c"}  # greys: not the curve itself
@@ -44,7 +44,7 @@ class MlflowSink:
         self._timeout_s = timeout_s
         self._is_server = self._uri.startswith(("http://", "https://"))
         self._experiments: dict[str, str] = {}
-        self._open: MlflowClient | None = None
+        self._open: RestClient | DatabaseClient | None = None
         self.tracker = mlflow_client.without_credentials(self._uri)
         self.lanes = _LANES if self._is_server else 1  # in this process the inserting holds the interpreter
         self.look = self.tracker if self._is_server else f"mlflow server --backend-store-uri {self.tracker}"
@@ -57,11 +57,11 @@ class MlflowSink:
     def close(self) -> None:
         """Let go of connections and files."""
         if self._open is not None:
-            mlflow_client.close(self._open)
+            self._open.close()
             self._open = None
 
     @property
-    def _client(self) -> MlflowClient:
+    def _client(self) -> RestClient | DatabaseClient:
         self.open()
         assert self._open is not None  # noqa: S101 - open() returned
         return self._open
@@ -80,11 +80,7 @@ class MlflowSink:
                     hint=f"mlflow experiments restore -x {experiment.experiment_id}",
                 )
             self._experiments[project] = experiment.experiment_id
-            if len(run_ids) > _SINGLE_SEARCHES:
-                filters = ["tags.`llmtrack.kind` != ''"]  # matches only runs that have the tag
-            else:
-                filters = [f"tags.`llmtrack.run_id` = '{run_id}'" for run_id in run_ids]
-            runs = [run for text in filters for run in self._search(experiment.experiment_id, text)]
+            runs = self._client.ours(experiment.experiment_id, run_ids)
         wanted = set(run_ids)
         return [run for run in map(self._tracker_run, runs) if run is not None and run.run_id in wanted]
 
@@ -137,11 +133,8 @@ class MlflowSink:
 
     def append(self, run: TrackerRun, records: Sequence[Record]) -> None:
         """Add at most a thousand metrics in one request."""
-        from mlflow.entities import Metric
-
-        metrics = [Metric(key, value, time_ms, tokens) for key, tokens, time_ms, value, _, _ in records]
         with mlflow_client.translated(self._uri, run.run_id):
-            self._client.log_batch(run.ref, metrics=metrics)
+            self._client.log_records(run.ref, records)
 
     def tell(self, run: TrackerRun, story: Story) -> list[str]:
         """Put the story's points into a run."""
@@ -163,9 +156,7 @@ class MlflowSink:
     def read(self, run: TrackerRun, key: str, *, skip: int = 0) -> Iterator[Record]:
         """Read back the history of one key, which MLflow gives in the order of time, step and value."""
         with mlflow_client.translated(self._uri, run.run_id):
-            for page in mlflow_client.metric_pages(self._client, run.ref, key, page=_PAGE_METRICS, skip=skip):
-                for metric in page:
-                    yield Record(key, metric.step, metric.timestamp, metric.value)
+            yield from self._client.history(run.ref, key, page=_PAGE_METRICS, skip=skip)
 
     def delete(self, run: TrackerRun) -> None:
         """Delete a run as MLflow does: it can be restored until ``mlflow gc``."""
@@ -184,17 +175,6 @@ class MlflowSink:
                     raise
                 self._experiments[project] = there.experiment_id
         return self._experiments[project]
-
-    def _search(self, experiment_id: str, text: str) -> Iterator[Run]:
-        token = None
-        while True:
-            page = self._client.search_runs(
-                [experiment_id], text, max_results=_PAGE_RUNS, order_by=["attributes.start_time ASC"], page_token=token
-            )
-            yield from page
-            token = page.token
-            if not token:
-                return
 
     def _tracker_run(self, native: Run) -> TrackerRun | None:
         tags = native.data.tags

@@ -64,8 +64,18 @@ class SinkError(LlmtrackError):
 
 
 class RetryableSinkError(SinkError):
-    """The tracker is down, slow or busy: the same request may succeed later."""
+    """The tracker is down, slow or busy: the same request may succeed later.
+
+    Attributes:
+        retry_after_s: Seconds after which the tracker wants to be asked again; None when it does not say.
+    """
+
+    retry_after_s: float | None = None
 
 
 class RejectedError(SinkError):
     """The tracker refused for good (bad credentials, not found, too large): trying again changes nothing."""
+
+
+class TooLargeError(RejectedError):
+    """The tracker, or something on the way to it, refused a request for its size: smaller ones may pass."""
