@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,12 +19,14 @@ from llmtrack.writer.errors import CorruptSegmentError
 from llmtrack.writer.format import FORMAT_VERSION, OPEN_SUFFIX, PART_FILE, SCHEMAS, SEALED_SUFFIX
 
 from .arrays import one
+from .merge import ROW_GROUP_ROWS, SortedPoints
 from .publish import publish, sync_folder
-from .stream import read_part
+from .stream import RawPart, decode_parts, read_part, read_raw_part
 
 SEALED_TABLES: Final = frozenset({"metrics"})  # the others are rare: a file of their own format would cost more
-# A reader of one metric reads whole row groups; smaller ones would cost bytes.
-_ROW_GROUP_ROWS: Final = 1 << 17
+# Decoded at once: columns take five times the bytes of a message, and many times those of one with little in it.
+_MESSAGE_BYTES: Final = 1 << 20
+_MESSAGES: Final = 16
 DIGEST_KEY: Final = "llmtrack.source_digest"
 CHECK_KEY: Final = "llmtrack.file_crc32"
 # How Thrift writes the key and, behind it, the eight characters of the value.
@@ -47,24 +52,21 @@ def seal_part(path: Path, *, before_seq: int | None = None) -> Path:
         VersionError: Written by a newer llmtrack.
         OSError: The storage refused. The open part stays.
     """
-    rows = _read_intact(path)
-    if before_seq is not None:
-        rows = rows.filter(pc.less(rows["seq"], one(before_seq, pa.int64())[0]))
+    points = _read_sorted(path, before_seq)
     metadata = {
         "llmtrack.format": str(FORMAT_VERSION),
-        "llmtrack.seq_first": _text(pc.min(rows["seq"])),
-        "llmtrack.seq_last": _text(pc.max(rows["seq"])),
-        "llmtrack.tokens_min": _text(pc.min(rows["tokens"])),
-        "llmtrack.tokens_max": _text(pc.max(rows["tokens"])),
-        "llmtrack.rows": str(rows.num_rows),
+        **{
+            f"llmtrack.{column}_{end}": str(extent[at]) if (extent := points.extent[column]) else ""
+            for column, ends in (("seq", ("first", "last")), ("tokens", ("min", "max")))
+            for at, end in enumerate(ends)
+        },
+        "llmtrack.rows": str(points.points),
+        DIGEST_KEY: rows_digest(points.groups()),
+        CHECK_KEY: f"{0:08x}",
     }
-    columns = dict(zip(rows.column_names, rows.columns, strict=True))
-    del rows  # the last reference but for `columns`, which is used up
-    groups = _sorted_groups(columns)
-    metadata |= {DIGEST_KEY: rows_digest(groups()), CHECK_KEY: f"{0:08x}"}
-    sink = pa.BufferOutputStream()
+    data = bytearray()
     with pq.ParquetWriter(
-        sink,
+        _Sink(data),
         SCHEMAS["metrics"].with_metadata(metadata),
         compression="zstd",
         compression_level=3,
@@ -73,12 +75,14 @@ def seal_part(path: Path, *, before_seq: int | None = None) -> Path:
         write_page_index=True,
         write_page_checksum=True,
     ) as writer:
-        for group in groups():
-            writer.write_table(group, row_group_size=_ROW_GROUP_ROWS)
+        for group in points.groups():
+            writer.write_table(group, row_group_size=ROW_GROUP_ROWS)
+    del points
     sealed = path.with_suffix(SEALED_SUFFIX)
-    data = bytearray(memoryview(sink.getvalue()))
     sign(data)
     publish(sealed, memoryview(data), check=verify_sealed)
+    del data
+    pa.default_memory_pool().release_unused()  # the trainer's memory is not ours to keep
     path.unlink()
     sync_folder(path.parent)
     return sealed
@@ -181,8 +185,8 @@ def verify_sealed(path: Path, *, rows: bool = True) -> None:
         CorruptSegmentError: A byte was changed, it cannot be read, or other rows come out of it.
         OSError: The storage refused.
     """
-    data = bytearray(path.read_bytes())
-    if OURS not in data:  # another program's, which promised nothing: only its pages can have checksums
+    data = _read(path)
+    if data.rfind(OURS) < 0:  # another program's, which promised nothing: only its pages can have checksums
         try:
             pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
         except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is no text any more
@@ -197,7 +201,7 @@ def verify_sealed(path: Path, *, rows: bool = True) -> None:
     try:
         with pq.ParquetFile(pa.BufferReader(data)) as file:
             promised = (file.metadata.metadata or {}).get(DIGEST_KEY.encode(), b"").decode()
-            groups = (file.read_row_group(index) for index in range(file.num_row_groups))
+            groups = (file.read_row_group(index, use_threads=False) for index in range(file.num_row_groups))
             found = rows_digest(groups)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise CorruptSegmentError(path, f"cannot be read: {error}") from error
@@ -209,6 +213,19 @@ def sign(data: bytearray) -> None:
     """Fill in the checksum of a Parquet file that was laid out with eight zeros for it under `CHECK_KEY`."""
     digits = _check_digits(data)
     data[digits] = f"{zlib.crc32(data):08x}".encode()
+
+
+def _read(path: Path) -> bytearray:
+    """Return the bytes of a file, to be changed: of what `read_bytes` gives that would be one copy more."""
+    with path.open("rb", buffering=0) as file:
+        data = bytearray(os.fstat(file.fileno()).st_size)
+        rest = memoryview(data)
+        while rest:
+            read = file.readinto(rest)
+            if not read:
+                raise CorruptSegmentError(path, "became shorter while it was read")
+            rest = rest[read:]
+    return data
 
 
 def _check_digits(data: bytearray) -> slice:
@@ -248,41 +265,45 @@ def rows_digest(groups: Iterable[pa.Table]) -> str:
     return whole.hexdigest()
 
 
-def _read_intact(path: Path) -> pa.Table:
-    content = read_part(path, live=False)
-    if content.damages:
+def _read_sorted(path: Path, before_seq: int | None) -> SortedPoints:
+    """Read an open part that has no damage; of its rows those before a `seq`."""
+    raw = read_raw_part(path, live=False)
+    if raw.damages:
         raise CorruptSegmentError(
             path,
-            "; ".join(f"bytes {damage.first_byte} to {damage.end_byte}: {damage.reason}" for damage in content.damages),
-            offset=content.damages[0].first_byte,
+            "; ".join(f"bytes {damage.first_byte} to {damage.end_byte}: {damage.reason}" for damage in raw.damages),
+            offset=raw.damages[0].first_byte,
             hint="leave it open: readers skip what is damaged, and say so",
         )
-    return content.table
+    try:
+        return SortedPoints(_tables(raw, before_seq))
+    except (pa.ArrowException, KeyError, ValueError) as error:  # no part of ours: its checksums are right
+        raise CorruptSegmentError(path, f"cannot be sealed: {error}") from error
 
 
-def _sorted_groups(columns: dict[str, pa.ChunkedArray]) -> Callable[[], Iterator[pa.Table]]:
-    """Return a function that yields the rows sorted by (name, seq), a row group at a time.
-
-    Empties `columns` as it goes: a part of 64 MiB is half a gigabyte of columns, and once is enough.
-    """
-    names = columns.pop("name").dictionary_encode().combine_chunks()
-    # A sort by the rank of the name is a counting sort, and stable: `seq` stays in order within a name.
-    rank = pc.rank(names.dictionary, sort_keys="ascending").cast(pa.int32())
-    order = pc.sort_indices(rank.take(names.indices))
-    whole = {"name": names}
-    while columns:  # in one piece each: taking from thousands of chunks is ten times slower
-        column, chunks = columns.popitem()
-        whole[column] = chunks.combine_chunks()
-        del chunks
-
-    def groups() -> Iterator[pa.Table]:
-        schema = SCHEMAS["metrics"]
-        for first in range(0, len(order), _ROW_GROUP_ROWS):
-            picked = order.slice(first, _ROW_GROUP_ROWS)
-            yield pa.table([whole[column].take(picked) for column in schema.names], schema.names).cast(schema)
-
-    return groups
+def _tables(raw: RawPart, before_seq: int | None) -> Iterator[pa.Table]:
+    """Yield the rows of a part, a few messages at a time."""
+    messages: list[memoryview] = []
+    for at, message in enumerate(raw.messages, start=1):
+        messages.append(message)
+        if len(messages) == _MESSAGES or sum(map(len, messages)) >= _MESSAGE_BYTES or at == len(raw.messages):
+            table, _ = decode_parts([replace(raw, messages=tuple(messages))])
+            messages.clear()
+            yield table if before_seq is None else table.filter(pc.less(table["seq"], one(before_seq, pa.int64())[0]))
 
 
-def _text(scalar: pa.Scalar) -> str:
-    return str(scalar.as_py()) if scalar.is_valid else ""
+class _Sink(io.RawIOBase):
+    """What pyarrow writes a file to: it is not copied once more."""
+
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, piece: Any) -> int:
+        self._data += piece
+        return len(piece)
+
+    def tell(self) -> int:
+        return len(self._data)
