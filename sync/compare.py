@@ -108,7 +108,7 @@ class Comparison:
             if there.unmatched():
                 for record in told():
                     there.match(record, _TOLD)
-                misplaced += sum(there.match(record, _MISPLACED) for record in others() if record.is_point)
+                misplaced += sum(there.match(record, _MISPLACED) for record in others() if record.points)
                 foreign += there.unmatched()
         return Difference(lacking, misplaced, foreign)
 
@@ -140,6 +140,7 @@ def compare_beyond(
     patience: Patience,
     expected: Iterable[Record],
     *,
+    told: Iterable[Record],
     counts: Mapping[str, int],
     on_read: Callable[[int], None],
 ) -> dict[str, int] | None:
@@ -150,6 +151,7 @@ def compare_beyond(
         run: The run there.
         patience: What to do about a tracker that does not answer.
         expected: What should have come since.
+        told: What may have come since, and need not.
         counts: How many records it held then, by key.
         on_read: Called with numbers of records that were read back, from several threads.
 
@@ -160,18 +162,25 @@ def compare_beyond(
     wanted = Digests()
     wanted.add(expected)
 
-    def digest(key: str) -> Digests:
-        found = Digests()
-        found.add(sink.read(run, key, skip=counts.get(key, 0)))
-        on_read(found.count())
-        return found
+    beside = frozenset((record.key, *record[1:4]) for record in told)
+
+    def digest(key: str) -> tuple[Digests, int]:
+        found, more = Digests(), 0
+        for record in sink.read(run, key, skip=counts.get(key, 0)):
+            if record[:4] in beside:
+                more += 1
+            else:
+                found.add([record])
+        on_read(found.count() + more)
+        return found, more
 
     found = Digests()
-    for digests in _in_lanes(sink, patience, digest, sorted(wanted.by_key)):
+    held = dict(counts)
+    for digests, more in _in_lanes(sink, patience, digest, sorted(wanted.by_key)):
         found.by_key.update(digests.by_key)
-    if found != wanted:
-        return None
-    return {**counts, **{key: counts.get(key, 0) + count for key, (count, _) in found.by_key.items()}}
+        for key, (count, _) in digests.by_key.items():
+            held[key] = counts.get(key, 0) + count + more
+    return held if found == wanted else None
 
 
 class _Held:

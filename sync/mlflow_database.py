@@ -112,7 +112,7 @@ class DatabaseClient:
         """Add at most a thousand records in one transaction."""
         from mlflow.entities import Metric
 
-        metrics = [Metric(key, value, time_ms, tokens) for key, tokens, time_ms, value, _, _ in records]
+        metrics = [Metric(key, value, time_ms, tokens) for key, tokens, time_ms, value, *_ in records]
         with self._writing:  # the store looks at every metric; the client in front of it would look a second time
             self._store.log_batch(ref, metrics=metrics, params=[], tags=[])
 

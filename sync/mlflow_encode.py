@@ -77,7 +77,7 @@ class MlflowEncoder:
                 self._tokens, self._time_ms = tokens, time_ms
             if step not in self._steps:
                 self._steps.add(step)
-                records.append(Record(STEP_KEY, tokens, time_ms, float(step), seq, is_point=False))
+                records.append(Record(STEP_KEY, tokens, time_ms, float(step), seq, points=0))
             key = self._keys.get(name)
             if key is None:
                 key = self._keys[name] = key_of(name)
@@ -95,7 +95,7 @@ def told_records(points: Iterable[StoryPoint]) -> list[Record]:
     records: dict[Record, None] = {}
     for name, tokens, _, time_ms, value, _ in points:
         key, held = _finite(key_of(name), value)
-        records[Record(key, tokens, time_ms, held, is_point=False)] = None
+        records[Record(key, tokens, time_ms, held, points=0)] = None
     return list(records)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from llmtrack.writer.errors import RejectedError
@@ -17,6 +17,7 @@ from .story import Story, StoryPoint
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
+    from .figures import Figures
     from .mlflow_database import DatabaseClient
     from .mlflow_rest import RestClient
 
@@ -38,6 +39,7 @@ class MlflowSink:
 
     name = mlflow_client.NAME
     batch_records = _BATCH_METRICS
+    repeats = True
 
     def __init__(self, uri: str | None, *, timeout_s: float) -> None:
         self._uri = mlflow_client.resolve_uri(uri)
@@ -127,14 +129,17 @@ class MlflowSink:
                 self._log(run.ref, tags=lacking)
         return mapped
 
-    def encoder(self) -> Encoder:
-        """Return an encoder for one part of one segment."""
+    def encoder(self, segment: int) -> Encoder:  # noqa: ARG002 - MLflow is not told of it
+        """Return an encoder for one part of a segment."""
         return MlflowEncoder()
 
     def append(self, run: TrackerRun, records: Sequence[Record]) -> None:
         """Add at most a thousand metrics in one request."""
         with mlflow_client.translated(self._uri, run.run_id):
             self._client.log_records(run.ref, records)
+
+    def flush(self, run: TrackerRun, figures: Callable[[], list[Figures]]) -> None:
+        """Do nothing: what `append` took is accepted, and MLflow makes its own figures."""
 
     def tell(self, run: TrackerRun, story: Story) -> list[str]:
         """Put the story's points into a run."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
-from llmtrack.writer.errors import RejectedError
+from llmtrack.writer.errors import RejectedError, RetryableSinkError
 
 from . import describe
 from .classify import LoggedRun
@@ -23,7 +23,7 @@ from .compare import Comparison, Difference, compare_beyond, newest_digest
 from .cursor import Cursor, Held, Mark
 from .patience import Patience
 from .sender import Sender
-from .sink import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED, Record, RunSpec, Sink, TrackerRun
+from .sink import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED, MovedError, Record, RunSpec, Sink, TrackerRun
 from .story import Story
 from .target import PointReader, Target
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SAVE_S: Final = 1.0  # about as much sending has to be repeated after a kill
+_MOVED_S: Final = (0.0, 1.0, 3.0, 8.0)  # pauses before everything is looked at again
 _REPAIRS: Final = 2  # times that what is lacking is sent before the run counts as incomplete
 
 
@@ -152,12 +153,20 @@ class Replay:
             SinkError: The tracker does not answer, or refused; what was accepted is in the cursor.
         """
         self._forget_all_but({run.ref for run in there})
-        try:
-            self._replay(there)
-        except _MisplacedError:  # another host was at it since: look at everything, and begin again
-            self._cursor.runs.clear()
+        for pause_s in _MOVED_S:
+            try:
+                self._replay(there)
+            except (_MisplacedError, MovedError) as error:  # another host was at it since, or an answer was stale
+                moved = error
+            else:
+                return
+            time.sleep(pause_s)
+            self._cursor.runs.clear()  # look at everything, and begin again
             self._retired.clear()
-            self._replay(self._call(lambda: self._sink.list_runs(self._run.project, [self._run.run_id])))
+            there = self._call(lambda: self._sink.list_runs(self._run.project, [self._run.run_id]))
+        raise RetryableSinkError(
+            f"the tracker gives other answers each time: {moved}", sink=self._sink.name, run_id=self._run.run_id
+        )
 
     def _replay(self, there: list[TrackerRun]) -> None:
         canonical = self._choose_canonical([run for run in there if run.segment is None])
@@ -231,7 +240,8 @@ class Replay:
         if held is None and not run.newest:
             target.run = run
             return True
-        if held is not None and held.newest in {None, newest_digest(run)} and self._still_belongs(target, held):
+        sure = {newest_digest(run), None} if self._sink.repeats else {newest_digest(run)}
+        if held is not None and held.newest in sure and self._still_belongs(target, held):
             target.run, target.marks, target.told = run, dict(held.marks), held.told
             target.began, target.compared, target.counts = dict(held.marks), held.compared, held.counts
             target.verified = held.newest is not None and target.is_complete()
@@ -300,7 +310,7 @@ class Replay:
 
     def _spec(self, target: Target, canonical: Target) -> RunSpec:
         if target.kind == CANONICAL:
-            return describe.canonical_spec(self._run, self._generation, self._parent)
+            return describe.canonical_spec(self._run, self._story, self._generation, self._parent)
         (stretch,) = target.stretches.values()
         return describe.side_spec(self._run, target.kind, stretch, self._generation, canonical.there.ref)
 
@@ -366,7 +376,10 @@ class Replay:
             self.report.sent[target.kind] = self.report.sent.get(target.kind, 0) + points
             self._progress.sent(points)
 
-        return Sender(self._sink, target.there, self._patience, accepted)
+        def flush() -> None:
+            self._sink.flush(target.there, lambda: self._points.figures(target))
+
+        return Sender(self._sink, target.there, self._patience, accepted, flush)
 
     def _remember(self, target: Target, marks: Mapping[int, Mark], newest: str | None = None) -> None:
         goal = {number: stretch.mark() for number, stretch in target.stretches.items()}
@@ -412,6 +425,7 @@ class Replay:
             target.there,
             self._patience,
             self._points.beyond(target, target.compared),
+            told=self._sink.told(self._story_of(target).points()),
             counts=target.counts,
             on_read=self._progress.read,
         )
@@ -459,6 +473,8 @@ class Replay:
         for target in [canonical, *sides]:
             target.run = self._update(target.there, self._spec(target, canonical))
             self._tell(target)
+        if held := describe.held_evaluations(self._story.unknown):
+            self.report.add_note(held)
         self.report.ref, self.report.url = canonical.there.ref, canonical.there.url
         if not self._has_changed and not self._retired:
             return

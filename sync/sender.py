@@ -44,14 +44,24 @@ class Sender:
         sink: Whose `append` is called, from one thread per lane.
         run: The run in the tracker.
         patience: What to do about a tracker that does not answer.
-        on_accepted: Called with a number of records, from any lane.
+        on_accepted: Called with a number of points, from any lane.
+        flush: Called at the end: when it returns, everything is accepted.
     """
 
-    def __init__(self, sink: Sink, run: TrackerRun, patience: Patience, on_accepted: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        run: TrackerRun,
+        patience: Patience,
+        on_accepted: Callable[[int], None],
+        flush: Callable[[], None],
+    ) -> None:
         self._sink = sink
         self._run = run
         self._patience = patience
         self._on_accepted = on_accepted
+        self._flush = flush
+        self._is_accepted = sink.repeats  # what `append` took
         self._batches: deque[_Batch] = deque()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -80,9 +90,11 @@ class Sender:
         interrupted = error is not None and not isinstance(error, Exception)
         for thread in self._threads:
             thread.join(_INTERRUPTED_S if interrupted else None)
-        self._settle()
         if error is None:
             self._check()
+            self._patience.call(self._flush)
+            self._is_accepted = True
+        self._settle()
 
     def put(self, segment: int, mark: Mark, records: Iterable[Record]) -> None:
         """Send records; waits while the lanes are full.
@@ -124,7 +136,7 @@ class Sender:
 
     def _settle(self) -> None:
         with self._lock:
-            while self._batches and not self._batches[0].outstanding:
+            while self._is_accepted and self._batches and not self._batches[0].outstanding:
                 batch = self._batches.popleft()
                 self.accepted[batch.segment] = batch.mark
 
@@ -145,7 +157,7 @@ class Sender:
             with self._lock:
                 for batch in of:
                     batch.outstanding -= 1
-            self._on_accepted(sum(record.is_point for record in records))
+            self._on_accepted(sum(record.points for record in records))
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ says it. Every method contacts the tracker once and returns, or raises:
   itself, and its client's own retries are switched off.
 - `RejectedError`: the tracker refused for good. With ``run_id=None`` it refused us as such (credentials) and no other
   run will fare better; otherwise only this run ends, with the reason.
+- `MovedError`: the tracker holds something else than replay was told; replay looks at everything and begins again.
 - `UsageError`: the caller's mistake, e.g. an address that this tracker cannot have.
 
 **Idempotent.** `append`, `update`, `prepare`, `tell` and `delete` may be called again with the same arguments, after an
@@ -14,8 +15,8 @@ answer was lost or after a crash at any moment, and the tracker then holds the s
 tracker does not give this by itself must see to it (by asking how far the tracker has got). `create` is not: whoever
 calls it again looks first with `list_runs`, and two runs that came to be all the same are found by their equal tags.
 
-**Accepted** means that the tracker answered that it has the records for good. `append` returns only then. What was
-accepted need not be visible at once to `list_runs`, but must be to `read`.
+**Accepted** means that the tracker answered that it has the records for good. `append` returns only then or, where
+`repeats` is False, `flush` does. What was accepted need not be visible at once to `list_runs`, but must be to `read`.
 
 **Beside the points.** A run has more than points: segments, settings that changed, alerts, evaluated checkpoints. All
 of it is a `story.Story`, made from the log at every sync. Replay calls `tell(run, story)` for each run in the tracker
@@ -34,16 +35,17 @@ Values that the tracker cannot hold are the encoder's business, which puts them 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import pyarrow as pa
 
-from llmtrack.writer.errors import UsageError
+from llmtrack.writer.errors import SinkError, UsageError
 
 if TYPE_CHECKING:
+    from .figures import Figures
     from .story import Story, StoryPoint
 
 CANONICAL: Final = "canonical"
@@ -63,7 +65,12 @@ class Record(NamedTuple):
     time_ms: int
     value: float
     seq: int = 0  # of the row in the log; not known of what was read back
-    is_point: bool = True  # False for what a sink adds beside the points of the log
+    points: int = 1  # of the log, which it carries: 0 for what a sink adds, many for a whole row
+    content: Any = None  # what else the sink needs to send it
+
+
+class MovedError(SinkError):
+    """A run in the tracker is not as replay found it a moment ago: another sync is at it, or an answer was stale."""
 
 
 class Encoder(Protocol):
@@ -72,8 +79,9 @@ class Encoder(Protocol):
     def encode(self, rows: pa.RecordBatch) -> list[Record]:
         """Return the records of the next rows.
 
-        Called with the rows of one part of one segment in the order of their `seq`. What comes out depends on these
-        rows alone, and for rows of one tokens count on no row of another: replay starts again at any tokens count.
+        Called with the rows of one part of one segment in the order of their `seq`, each of them whole. What comes out
+        depends on these rows alone, and for rows of one tokens count on no row of another: replay starts again at any
+        tokens count.
 
         Args:
             rows: Columns `seq`, `time_ms`, `step`, `tokens` (int64), `name` (string) and `value` (float64).
@@ -149,6 +157,8 @@ class Sink(Protocol):
         lanes: How many `append` and `read` may be under way at once. Records of one key always go through the same
             lane, in order.
         batch_records: How many records one `append` takes at most.
+        repeats: `append` may be repeated, and what it took is accepted. Where it is False, what it took is accepted
+            once `flush` returned, and a run of which something may be on its way is compared before more is sent.
     """
 
     name: str
@@ -156,6 +166,7 @@ class Sink(Protocol):
     look: str
     lanes: int
     batch_records: int
+    repeats: bool
 
     def __init__(self, uri: str | None, *, timeout_s: float) -> None:
         """Check the address.
@@ -193,12 +204,21 @@ class Sink(Protocol):
         """
         ...
 
-    def encoder(self) -> Encoder:
-        """Return an encoder for one part of one segment."""
+    def encoder(self, segment: int) -> Encoder:
+        """Return an encoder for one part of a segment."""
         ...
 
     def append(self, run: TrackerRun, records: Sequence[Record]) -> None:
         """Add records, at most `batch_records`; may be called from several threads."""
+        ...
+
+    def flush(self, run: TrackerRun, figures: Callable[[], list[Figures]]) -> None:
+        """Return once all that was appended to a run is accepted.
+
+        Args:
+            run: Whose last batch was appended.
+            figures: Reads what is to be said of each metric as a whole; called only by a sink that says it.
+        """
         ...
 
     def tell(self, run: TrackerRun, story: Story) -> list[str]:

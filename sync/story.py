@@ -72,6 +72,7 @@ class StoryPoint(NamedTuple):
     time_ms: int
     value: float
     ckpt_id: str | None = None  # of the checkpoint whose evaluation it is
+    segment: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,13 +218,14 @@ class Story:
         raised is a point ``alert/<rule>/<metric>`` with the value that raised it.
         """
         found = {
-            StoryPoint(e.name, c.tokens, c.step, e.time_ms, e.value, c.ckpt_id): None
+            StoryPoint(e.name, c.tokens, c.step, e.time_ms, e.value, c.ckpt_id, c.segment): None
             for c in self.own_checkpoints()
             for e in c.evaluations
         }
         for a in self.alerts:
             if a.phase in {_RAISED, None} and self._owns(a):
-                found[StoryPoint(a.name, a.tokens, a.step, a.time_ms, _NO_VALUE if a.value is None else a.value)] = None
+                value = _NO_VALUE if a.value is None else a.value
+                found[StoryPoint(a.name, a.tokens, a.step, a.time_ms, value, segment=a.segment)] = None
         return sorted(found, key=lambda point: (point.tokens, point.time_ms, point.name, str(point.value)))
 
     def points_elsewhere(self) -> Iterator[StoryPoint]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from . import classify
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from . import classify, figures
 from .classify import LoggedRun, Stretch
 from .cursor import Mark
 from .sink import Record, Sink, TrackerRun
@@ -97,6 +100,10 @@ class PointReader:
                 for records in self._read(target.kind, segment, mark):
                     yield from (record for record in records if mark is None or record.seq > mark.seq)
 
+    def figures(self, target: Target) -> list[figures.Figures]:
+        """Return what is to be said of each metric of a target as a whole."""
+        return figures.read_figures(self._con, self._run.run_id, target.kind, list(target.stretches))
+
     def others(self, target: Target) -> Iterator[Record]:
         """Yield the records of the run that belong into other targets."""
         for kind, part in self._run.parts.items():
@@ -122,7 +129,7 @@ class PointReader:
                         points, seq_sum = points + row_points, seq_sum + row_points * row
                         mark = Mark(row, last.tokens, points, seq_sum)
                     row, row_points = record.seq, 0
-                row_points += record.is_point
+                row_points += record.points
                 last = record
             if mark is None:
                 mark = Mark(-1, -1, 0, 0)
@@ -132,7 +139,24 @@ class PointReader:
 
     def _read(self, kind: str, segment: int, mark: Mark | None = None) -> Iterator[list[Record]]:
         """Yield batches of records from the tokens of a mark on."""
-        encoder = self._sink.encoder()
+        encoder = self._sink.encoder(segment)
         from_tokens = None if mark is None else mark.tokens
-        for rows in classify.read_part(self._con, self._run.run_id, kind, segment, from_tokens=from_tokens):
+        for rows in _whole(classify.read_part(self._con, self._run.run_id, kind, segment, from_tokens=from_tokens)):
             yield encoder.encode(rows)
+
+
+def _whole(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Cut batches anew, between rows: the last row of each may go on in the next one."""
+    begun: list[pa.RecordBatch] = []
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        seq = batch.column("seq")
+        last = pc.index(seq, seq[-1]).as_py()
+        if last or (begun and begun[0].column("seq")[0] != seq[0]):
+            whole = [*begun, batch.slice(0, last)]
+            yield from pa.Table.from_batches(whole).combine_chunks().to_batches()
+            begun = []
+        begun.append(batch.slice(last))
+    if begun:
+        yield from pa.Table.from_batches(begun).combine_chunks().to_batches()

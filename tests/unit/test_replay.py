@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import duckdb
 import pytest
 
 from llmtrack.sync import classify, cursor, once
+from llmtrack.sync.figures import Figures
 from llmtrack.sync.mlflow_encode import MlflowEncoder, told_records
 from llmtrack.sync.once import Outcome
 from llmtrack.sync.replay import Options, Report
@@ -113,6 +114,7 @@ class MemorySink:
     name = "memory"
     tracker = "memory://"
     look = "nowhere"
+    repeats = True
 
     def __init__(self, uri: str | None = None, *, timeout_s: float = 1.0) -> None:
         assert (uri, timeout_s) == (None, 1.0)
@@ -163,8 +165,9 @@ class MemorySink:
         assert list(names)
         return {}
 
-    def encoder(self) -> Encoder:
+    def encoder(self, segment: int) -> Encoder:
         """Return an encoder."""
+        assert segment > 0
         return MlflowEncoder()
 
     def append(self, run: TrackerRun, records: Sequence[Record]) -> None:
@@ -176,6 +179,11 @@ class MemorySink:
             self.forgets = max(0, self.forgets - 1)
             there = {record[:4] for record in held}
             held += [record for record in kept if record[:4] not in there]
+
+    def flush(self, run: TrackerRun, figures: Callable[[], list[Figures]]) -> None:
+        """See that there is something to say of what was appended."""
+        assert run.ref in self.runs
+        assert figures()
 
     def tell(self, run: TrackerRun, story: Story) -> list[str]:
         """Keep the digest of the story, and its points."""
