@@ -6,7 +6,7 @@ The path rules are not here: they are in the views of `query`, and this module o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -102,9 +102,14 @@ def bound_memory(con: duckdb.DuckDBPyConnection) -> None:
     con.execute(f"SET memory_limit = '{_MEMORY}'")
 
 
-def read_runs(con: duckdb.DuckDBPyConnection) -> list[LoggedRun]:
-    """Return all runs, parents before their children."""
-    parts = _parts(con)
+def read_runs(con: duckdb.DuckDBPyConnection, only: Collection[str] | None = None) -> list[LoggedRun]:
+    """Return all runs, parents before their children.
+
+    Args:
+        con: From `llmtrack.query.connect`.
+        only: Runs whose points are looked at; those of all others are left out. None: of all.
+    """
+    parts = _parts(con, only)
     segments = _segments(con)
     settled_to = dict(
         con.execute(
@@ -204,12 +209,17 @@ def agrees(
     return True
 
 
-def _parts(con: duckdb.DuckDBPyConnection) -> dict[str, dict[str, dict[int, Stretch]]]:
+def _parts(con: duckdb.DuckDBPyConnection, only: Collection[str] | None) -> dict[str, dict[str, dict[int, Stretch]]]:
+    if only is not None and not only:
+        return {}
+    # Named one by one, DuckDB opens the files of these runs alone.
+    where = "" if only is None else f" WHERE run_id IN ({', '.join('?' * len(only))})"
     parts: dict[str, dict[str, dict[int, Stretch]]] = {}
     for run_id, kind, segment, points, seq_sum, last_seq, first, last, last_ms, superseded_by in con.execute(
         f"SELECT run_id, {_PART} AS part, segment, count(*), sum(seq), max(seq), min(tokens), max(tokens),"
         " max(epoch_ms(time)), list(DISTINCT superseded_by)"
-        " FROM metrics GROUP BY run_id, part, segment ORDER BY segment"
+        f" FROM metrics{where} GROUP BY run_id, part, segment ORDER BY segment",
+        sorted(only or ()),
     ).fetchall():
         by = tuple(sorted(n for n in superseded_by or () if n is not None))
         stretch = Stretch(segment, points, seq_sum, last_seq, first, last, last_ms, by)

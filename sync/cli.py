@@ -65,6 +65,14 @@ _VERIFIED: Final = {
     help="Read back every point that was sent to a run, or the newest of each metric, or nothing.",
 )
 @click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    metavar="N",
+    help="Replay so many runs at once: parents before children, live runs before others.",
+)
+@click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=1),
@@ -111,6 +119,7 @@ def _sync(
     tail: Literal["side", "hold"],
     superseded: Literal["side", "drop"],
     verify: Literal["full", "fast", "off"],
+    jobs: int,
     timeout_s: float,
     state: Path | None,
     dry_run: bool,
@@ -125,7 +134,8 @@ def _sync(
     from . import once, show
     from .replay import Options
 
-    job = once.Job(root, log, sink, state or cursor.default_state(), Options(tail, superseded, verify), timeout_s)
+    options = Options(tail, superseded, verify)
+    job = once.Job(root, log, sink, state or cursor.default_state(), options, timeout_s, jobs)
     try:
         runs, known = once.select(job, pattern)
         damages = log.execute("SELECT path, first_byte, end_byte, reason FROM damages").fetchall()
@@ -134,9 +144,8 @@ def _sync(
         if dry_run:
             outcome = once.plan(job, runs)
         else:
-            with show.Console(
-                quiet=quiet, verbose=verbose, tell_errors=quiet or as_json, tracker=sink.tracker
-            ) as console:
+            tells = {"quiet": quiet, "verbose": verbose, "tell_errors": quiet or as_json}
+            with show.Console(**tells, tracker=sink.tracker, runs=len(runs)) as console:
                 outcome = once.replay_all(job, runs, known, console)
     except KeyboardInterrupt:
         say("what the tracker accepted is remembered: the next sync goes on there")

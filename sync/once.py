@@ -1,20 +1,27 @@
-"""Replays all runs of a root into a tracker, once; one run's failure is its own."""
+"""Replays runs of a root into a tracker, once; one run's failure is its own.
+
+`sync` may be called again and again with one connection and one open sink: then it reads only what is new.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
+from llmtrack.query.log import Log
+from llmtrack.query.views import refresh
 from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkError, SinkError, UsageError
 
 from . import classify, cursor, describe, story
 from .classify import LoggedRun
 from .intact import set_damaged_aside
+from .jobs import work_off
 from .patience import Patience
 from .replay import Options, Progress, Replay, Report
 from .sink import CANONICAL, Sink, TrackerRun
@@ -23,11 +30,14 @@ if TYPE_CHECKING:
     import duckdb
 
 
-class Listener(Progress, Protocol):
-    """Hears of the runs as they are replayed, and of what the tracker makes us wait for."""
+_INTERRUPTED_S: Final = 3.0  # how long a request under way is waited for after Ctrl-C
 
-    def started(self, run: LoggedRun, points: int) -> None:
-        """Hear that a run is next, and how many points may have to be sent."""
+
+class Listener(Protocol):
+    """Hears of the runs as they are replayed, several at once, and of what the tracker makes us wait for."""
+
+    def started(self, run: LoggedRun, points: int) -> Progress:
+        """Hear that a run is next and how many points may have to be sent, and say who hears of it from now on."""
         ...
 
     def ended(self, report: Report) -> None:
@@ -37,6 +47,40 @@ class Listener(Progress, Protocol):
     def waiting(self, error: RetryableSinkError, pause_s: float) -> None:
         """Hear that the tracker does not answer and is tried again after a pause."""
         ...
+
+
+class Stop:
+    """Ends a sync from outside: what was accepted is in the cursors, and the next one goes on there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hooks: list[Callable[[], None]] = []
+        self._is_set = False
+
+    def __call__(self) -> None:
+        """Begin nothing more, and wait for no tracker; a signal handler's work is to start a thread that calls this."""
+        with self._lock:
+            self._is_set = True
+            hooks = list(self._hooks)
+        for hook in hooks:
+            hook()
+
+    def __bool__(self) -> bool:
+        return self._is_set
+
+    @contextmanager
+    def calling(self, hook: Callable[[], None]) -> Iterator[None]:
+        """Call a function when the end comes within this context, or came before."""
+        with self._lock:
+            self._hooks.append(hook)
+            is_set = self._is_set
+        if is_set:
+            hook()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._hooks.remove(hook)
 
 
 @dataclass(frozen=True)
@@ -50,6 +94,8 @@ class Job:
         state: The folder of the cursors.
         options: What to send.
         timeout_s: Seconds without any success after which the tracker counts as not reachable.
+        jobs: How many runs at once.
+        stop: Called, it ends whatever is under way, and what is begun later.
     """
 
     root: Path
@@ -58,6 +104,8 @@ class Job:
     state: Path
     options: Options
     timeout_s: float
+    jobs: int = 1
+    stop: Stop = field(default_factory=Stop)
 
     def cursor_path(self, run: LoggedRun) -> Path:
         """Return where the cursor of a run lies."""
@@ -70,26 +118,51 @@ class Outcome:
 
     Attributes:
         reports: Of every run that was looked at.
-        stopped_by: What ended the sync before all runs were looked at: no tracker, or not for us.
+        stopped_by: What ended the sync before all runs were looked at: no tracker, or not for us. After `Job.stop` it
+            is None although runs may be missing.
     """
 
     reports: list[Report] = field(default_factory=list)
     stopped_by: SinkError | None = None
 
 
-def select(job: Job, pattern: str | None) -> tuple[list[LoggedRun], dict[str, LoggedRun]]:
-    """Return the runs to replay, parents first, and all runs by id.
+def sync(job: Job, listener: Listener, only: Collection[str] | None = None) -> Outcome:
+    """Bring what is new in the log into the tracker; called again with the same job it reads only that.
+
+    Args:
+        job: From where to where; the connection is kept open between calls, and so is the sink.
+        listener: Hears of it all.
+        only: Ids of the runs in which something may be new, as a watcher knows; None: look at all.
+
+    Raises:
+        UsageError: The state folder cannot be used.
+    """
+    there = set(Log(job.root).run_ids())
+    refresh(job.con, None if only is None else there.intersection(only))
+    runs, known = select(job, None, only)
+    return replay_all(job, runs, known, listener)
+
+
+def select(
+    job: Job, pattern: str | None, only: Collection[str] | None = None
+) -> tuple[list[LoggedRun], dict[str, LoggedRun]]:
+    """Return the runs to replay, parents first, and all runs by id, those others without their points.
 
     Sealed parts of runs that have something to send are compared with their checksums, and left out if they fail.
 
     Args:
         job: From where to where.
         pattern: Shell pattern of run ids; None for all.
+        only: Ids of runs; None for all.
     """
 
     def read() -> tuple[list[LoggedRun], dict[str, LoggedRun]]:
-        runs = classify.read_runs(job.con)
-        chosen = [run for run in runs if pattern is None or fnmatchcase(run.run_id, pattern)]
+        runs = classify.read_runs(job.con, only)
+        chosen = [
+            run
+            for run in runs
+            if (pattern is None or fnmatchcase(run.run_id, pattern)) and (only is None or run.run_id in only)
+        ]
         return chosen, {run.run_id: run for run in runs}
 
     import duckdb
@@ -150,7 +223,7 @@ def plan(job: Job, runs: list[LoggedRun]) -> Outcome:
 
 
 def replay_all(job: Job, runs: list[LoggedRun], known: dict[str, LoggedRun], listener: Listener) -> Outcome:
-    """Replay runs, and go on to the next one when one fails.
+    """Replay runs, several at once, and go on with the others when one fails.
 
     Args:
         job: From where to where.
@@ -165,15 +238,17 @@ def replay_all(job: Job, runs: list[LoggedRun], known: dict[str, LoggedRun], lis
     if not runs:
         return outcome  # and no database is made
     classify.bound_memory(job.con)
-    try:
-        Patience(job.timeout_s, listener.waiting).call(job.sink.open)
-        there = _list_there(job, runs, known, listener)
-    except SinkError as error:
-        outcome.stopped_by = error
-        return outcome
-    stories = story.read_stories(job.con)
-    with _young_garbage_only():
-        _replay_each(job, runs, stories, there=there, outcome=outcome, listener=listener)
+    patience = Patience(job.timeout_s, listener.waiting, at_once=job.sink.lanes)
+    with job.stop.calling(patience.stop):
+        try:
+            patience.call(job.sink.open)
+            there = _list_there(job, runs, known, patience)
+        except SinkError as error:
+            outcome.stopped_by = None if job.stop else error
+            return outcome
+        stories = story.read_stories(job.con)
+        with _young_garbage_only():
+            _Replays(job, listener, patience, stories=stories, there=there, outcome=outcome).execute(runs)
     return outcome
 
 
@@ -191,76 +266,99 @@ def _young_garbage_only() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _replay_each(
-    job: Job,
-    runs: list[LoggedRun],
-    stories: story.Stories,
-    *,
-    there: Mapping[str, list[TrackerRun] | RejectedError],
-    outcome: Outcome,
-    listener: Listener,
-) -> None:
-    refs = _canonical_refs(there)
-    for run in runs:
+class _Replays:
+    """Replays runs, as many at once as the job says."""
+
+    def __init__(
+        self,
+        job: Job,
+        listener: Listener,
+        patience: Patience,
+        *,
+        stories: story.Stories,
+        there: Mapping[str, list[TrackerRun] | RejectedError],
+        outcome: Outcome,
+    ) -> None:
+        self._job = job
+        self._listener = listener
+        self._patience = patience
+        self._stories = stories
+        self._there = there
+        self._refs = _canonical_refs(there)
+        self._outcome = outcome
+        self._lock = threading.Lock()
+
+    def execute(self, runs: Sequence[LoggedRun]) -> None:
+        """Do it all; reports are in the order of the runs.
+
+        Raises:
+            UsageError: The state folder cannot be used.
+        """
+        place = {run.run_id: number for number, run in enumerate(runs)}
+        try:
+            work_off(runs, self._job.jobs, self._replay, end=self._patience.stop, wait_s=_INTERRUPTED_S)
+        finally:
+            self._outcome.reports.sort(key=lambda report: place[report.run_id])
+
+    def _replay(self, run: LoggedRun) -> bool:
+        """Replay one run, and return whether to go on with others."""
+        if self._job.stop:
+            return False
         report = Report(run.run_id, run.project, run.status, {kind: run.points(kind) for kind in run.parts})
-        listener.started(run, _pending(job, run))
+        progress = self._listener.started(run, _pending(self._job, run))
         stop: SinkError | None = None
         try:
-            parent = refs.get(run.parent_run or "")
-            told = stories.of_run(run.run_id)
-            _replay_run(job, run, told, there[run.project], report, parent=parent, listener=listener)
-            refs[run.run_id] = report.ref
+            self._try(run, report, progress)
         except UsageError:
             raise
         except RetryableSinkError as error:
             report.error, stop = "the tracker does not answer any more", error
+            if self._job.stop:
+                report.error = "stopped before it was done"
         except RejectedError as error:
             report.error, stop = str(error), error if error.run_id is None else None
-        except Exception as error:
-            if isinstance(error, RuntimeError) and "Query interrupted" in str(error):
-                raise KeyboardInterrupt from error  # what DuckDB makes of Ctrl-C
+        except Exception as error:  # noqa: BLE001 - one run's failure is its own, whatever it is
             report.error = str(error) if isinstance(error, LlmtrackError) else f"{type(error).__name__}: {error}"
-        outcome.reports.append(report)
-        listener.ended(report)
+        with self._lock:
+            self._refs[run.run_id] = report.ref or self._refs.get(run.run_id, "")
+            self._outcome.reports.append(report)
+            if stop is not None and not self._job.stop:
+                self._outcome.stopped_by = self._outcome.stopped_by or stop
         if stop is not None:
-            outcome.stopped_by = stop
-            break
+            self._patience.stop()
+        self._listener.ended(report)
+        return stop is None
 
-
-def _replay_run(
-    job: Job,
-    run: LoggedRun,
-    told: story.Story,
-    there: list[TrackerRun] | RejectedError,
-    report: Report,
-    *,
-    parent: str | None,
-    listener: Listener,
-) -> None:
-    if isinstance(there, RejectedError):
-        raise there
-    if not run.segments:
-        raise LlmtrackError(
-            "no start record of this run can be read, so neither its project nor its path is known",
-            hint=f"llmtrack verify --root {job.root}",
-        )
-    path = job.cursor_path(run)
-    with cursor.lock(path) as is_ours:
-        if not is_ours:
-            raise LlmtrackError("another llmtrack-sync on this host is replaying this run", hint="wait for it to end")
-        replay = Replay(
-            job.con,
-            job.sink,
-            run,
-            told,
-            cursor.load(path),
-            report=report,
-            options=job.options,
-            patience=Patience(job.timeout_s, listener.waiting),
-            progress=listener,
-            parent=parent,
-        )
-        replay.execute([found for found in there if found.run_id == run.run_id])
+    def _try(self, run: LoggedRun, report: Report, progress: Progress) -> None:
+        there = self._there[run.project]
+        if isinstance(there, RejectedError):
+            raise there
+        if not run.segments:
+            raise LlmtrackError(
+                "no start record of this run can be read, so neither its project nor its path is known",
+                hint=f"llmtrack verify --root {self._job.root}",
+            )
+        path = self._job.cursor_path(run)
+        with self._lock:
+            parent = self._refs.get(run.parent_run or "") or None
+        with cursor.lock(path) as is_ours, closing(self._job.con.cursor()) as con:
+            if not is_ours:
+                raise LlmtrackError(
+                    "another llmtrack-sync on this host is replaying this run", hint="wait for it to end"
+                )
+            replay = Replay(
+                con,
+                self._job.sink,
+                run,
+                self._stories.of_run(run.run_id),
+                cursor.load(path),
+                report=report,
+                options=self._job.options,
+                patience=self._patience.fork(),
+                progress=progress,
+                parent=parent,
+            )
+            replay.execute([found for found in there if found.run_id == run.run_id])
 
 
 def _canonical_refs(there: Mapping[str, list[TrackerRun] | RejectedError]) -> dict[str, str]:
@@ -272,7 +370,7 @@ def _canonical_refs(there: Mapping[str, list[TrackerRun] | RejectedError]) -> di
 
 
 def _list_there(
-    job: Job, runs: list[LoggedRun], known: dict[str, LoggedRun], listener: Listener
+    job: Job, runs: list[LoggedRun], known: dict[str, LoggedRun], patience: Patience
 ) -> dict[str, list[TrackerRun] | RejectedError]:
     """Return what the tracker has for these runs and their parents, by project, or why it does not tell."""
     projects: dict[str, set[str]] = {}
@@ -282,7 +380,6 @@ def _list_there(
             projects.setdefault(known[run.parent_run].project, set()).add(run.parent_run)
     there: dict[str, list[TrackerRun] | RejectedError] = {}
     for project, run_ids in projects.items():
-        patience = Patience(job.timeout_s, listener.waiting)
         try:
             there[project] = patience.call(lambda p=project, r=run_ids: job.sink.list_runs(p, sorted(r)))  # type: ignore[misc]
         except RejectedError as error:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Final, Self
 from zlib import crc32
 
+from llmtrack.writer.errors import TooLargeError
+
 from .cursor import Mark
 from .patience import Patience
 from .sink import Record, Sink, TrackerRun
@@ -62,6 +64,7 @@ class Sender:
         self._on_accepted = on_accepted
         self._flush = flush
         self._is_accepted = sink.repeats  # what `append` took
+        self._at_most = sink.batch_records
         self._batches: deque[_Batch] = deque()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -150,7 +153,7 @@ class Sender:
             if self._error is not None:
                 continue  # keep taking, so that nobody waits for room
             try:
-                self._patience.call(lambda records=records: self._sink.append(self._run, records))  # type: ignore[misc]
+                self._append(records)
             except BaseException as error:  # noqa: BLE001 - the end of a thread: whoever calls put() gets to see it
                 self._fail(error)
                 continue
@@ -158,6 +161,20 @@ class Sender:
                 for batch in of:
                     batch.outstanding -= 1
             self._on_accepted(sum(record.points for record in records))
+
+    def _append(self, records: list[Record]) -> None:
+        """Append records in as few requests as the tracker takes; one that is too large for it becomes two."""
+        at = 0
+        while at < len(records):
+            some = records[at : at + self._at_most]
+            try:
+                self._patience.call(lambda some=some: self._sink.append(self._run, some))  # type: ignore[misc]
+            except TooLargeError:
+                if len(some) == 1:
+                    raise
+                self._at_most = min(self._at_most, -(-len(some) // 2))  # of all lanes, and from now on
+            else:
+                at += len(some)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

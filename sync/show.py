@@ -20,7 +20,7 @@ from .sink import CANONICAL, PROVISIONAL, SUPERSEDED
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
-_EVERY_S: Final = 10.0  # between plain lines about one run
+_EVERY_S: Final = 10.0  # between plain lines
 _WORDS: Final = {CANONICAL: "settled", PROVISIONAL: "provisional", SUPERSEDED: "superseded"}
 
 
@@ -32,19 +32,21 @@ class Console:
         verbose: Say also when a run is done, and every wait.
         tell_errors: Say why a run is incomplete, because no summary will.
         tracker: Address of the tracker, without credentials.
+        runs: How many there are.
     """
 
-    def __init__(self, *, quiet: bool, verbose: bool, tell_errors: bool, tracker: str) -> None:
+    def __init__(self, *, quiet: bool, verbose: bool, tell_errors: bool, tracker: str, runs: int = 1) -> None:
         self._tell_errors = tell_errors
         self._quiet = quiet
         self._verbose = verbose
         self._tracker = tracker
+        self._runs = runs
         self._bars: Bars | None = None
-        self._bar: Any = None
+        self._opening: Any = None
         self._lock = threading.Lock()
-        self._run = ""
-        self._sent = self._read = self._total = 0
-        self._began = self._told = 0.0
+        self._under_way: dict[str, _Line] = {}
+        self._done = self._sent = 0
+        self._began = self._told = time.monotonic()
 
     def __enter__(self) -> Self:
         if not self._quiet and sys.stderr.isatty():
@@ -54,7 +56,7 @@ class Console:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bars = Progress(*columns, console=Terminal(stderr=True), transient=True)
             self._bars.start()
-            self._bar = self._bars.add_task(f"opening {self._tracker}", total=None)
+            self._opening = self._bars.add_task(f"opening {self._tracker}", total=None)
         return self
 
     def __exit__(
@@ -63,53 +65,60 @@ class Console:
         if self._bars is not None:
             self._bars.stop()
 
-    def started(self, run: LoggedRun, points: int) -> None:
+    def started(self, run: LoggedRun, points: int) -> _Line:
         """Hear that a run is next."""
         with self._lock:
-            self._run, self._total, self._sent, self._read = run.run_id, points, 0, 0
-            self._began = self._told = time.monotonic()
+            bar = None
             if self._bars is not None:
-                self._bars.remove_task(self._bar)
-                self._bar = self._bars.add_task(run.run_id, total=points or None)
+                self._bars.update(self._opening, visible=False)
+                bar = self._bars.add_task(run.run_id, total=points or None)
+            line = self._under_way[run.run_id] = _Line(self, run.run_id, points, bar)
+            return line
 
-    def sent(self, points: int) -> None:
-        """Hear that so many more points were accepted."""
+    def heard(self, line: _Line, sent: int, read: int) -> None:
+        """Hear what became of one run meanwhile."""
         with self._lock:
-            self._sent += points
+            line.sent_points += sent
+            line.read_back += read
+            self._sent += sent
             if self._bars is not None:
-                self._bars.advance(self._bar, points)
-            else:
-                self._tell_now_and_then(f"{self._sent} of {self._total} points")
-
-    def read(self, records: int) -> None:
-        """Hear that so many more records were read back."""
-        with self._lock:
-            self._read += records
-            if self._bars is not None:
-                self._bars.update(self._bar, description=f"{self._run}: reading back")
-            else:
-                self._tell_now_and_then(f"{self._read} values read back")
+                self._bars.advance(line.bar, sent)
+                if read:
+                    self._bars.update(line.bar, description=f"{line.run_id}: reading back")
+                return
+            others = f"{self._done} of {self._runs} runs done, " if self._runs > 1 else ""
+            rate = self._sent / max(time.monotonic() - self._began, 1e-9)
+            self._tell_now_and_then(
+                f"{others}run {line.run_id}: "
+                + (f"{line.read_back} values read back" if read else f"{line.sent_points} of {line.total} points")
+                + f" ({rate:.0f} points/s)"
+            )
 
     def ended(self, report: Report) -> None:
         """Hear what was done for the run."""
-        if report.error and self._tell_errors:
-            self._say(f"run {report.run_id}: {report.error}", always=True)
-        elif self._verbose:
-            self._say(f"run {report.run_id}: done in {time.monotonic() - self._began:.1f} s")
+        with self._lock:
+            self._done += 1
+            line = self._under_way.pop(report.run_id)
+            if self._bars is not None:
+                self._bars.remove_task(line.bar)
+            if report.error and self._tell_errors:
+                self._say(f"run {report.run_id}: {report.error}", always=True)
+            elif self._verbose:
+                self._say(f"run {report.run_id}: done in {time.monotonic() - line.began:.1f} s")
 
     def waiting(self, error: RetryableSinkError, pause_s: float) -> None:
         """Hear that the tracker does not answer."""
-        if self._verbose:
-            self._say(f"{error}; next try in {pause_s:.1f} s")
-            return
         with self._lock:
-            self._tell_now_and_then(f"{self._tracker} does not answer, next try in {pause_s:.0f} s (-v says why)")
+            if self._verbose:
+                self._say(f"{error}; next try in {pause_s:.1f} s")
+            else:
+                self._tell_now_and_then(f"{self._tracker} does not answer, next try in {pause_s:.0f} s (-v says why)")
 
     def _tell_now_and_then(self, text: str) -> None:
         now = time.monotonic()
         if now - self._told >= _EVERY_S:
             self._told = now
-            self._say(f"run {self._run}: {text}" if self._run else text)
+            self._say(text)
 
     def _say(self, text: str, *, always: bool = False) -> None:
         if self._quiet and not always:
@@ -118,6 +127,27 @@ class Console:
             self._bars.console.print(text, markup=False, highlight=False)
         else:
             click.echo(text, err=True)
+
+
+class _Line:
+    """One run under way: a bar, or what a plain line says."""
+
+    def __init__(self, console: Console, run_id: str, total: int, bar: Any) -> None:
+        self._console = console
+        self.run_id = run_id
+        self.total = total
+        self.bar = bar
+        self.sent_points = 0
+        self.read_back = 0
+        self.began = time.monotonic()
+
+    def sent(self, points: int) -> None:
+        """Hear that so many more points were accepted."""
+        self._console.heard(self, points, 0)
+
+    def read(self, records: int) -> None:
+        """Hear that so many more records were read back."""
+        self._console.heard(self, 0, records)
 
 
 def describe(report: Report, *, would: bool = False) -> str:
@@ -158,7 +188,7 @@ def summary(outcome: Outcome, seconds: float, look: str, *, would: bool, verifie
     if would:
         lines.append(f"{of}: {points} points would be sent; nothing was contacted or written")
     elif points:
-        lines.append(f"{of}: {points} points sent in {seconds:.1f} s ({points / seconds:.0f}/s), {verified}")
+        lines.append(f"{of}: {points} points sent in {seconds:.1f} s ({points / seconds:.0f} points/s), {verified}")
     elif not outcome.stopped_by and not any(report.error for report in outcome.reports):
         lines.append(f"{of}: nothing to send, the tracker has everything ({seconds:.1f} s)")
     if not would and outcome.reports:

@@ -267,8 +267,9 @@ class Ear:
     def __init__(self) -> None:
         self.waits = 0
 
-    def started(self, run: classify.LoggedRun, points: int) -> None:
+    def started(self, run: classify.LoggedRun, points: int) -> Ear:  # noqa: ARG002 - a listener
         """Hear that a run is next."""
+        return self
 
     def ended(self, report: Report) -> None:
         """Hear what was done for it."""
