@@ -21,6 +21,7 @@ from .mlflow_rest import RestClient, RestError
 NAME: Final = "mlflow"
 _DEFAULT_URI: Final = "sqlite:///mlflow.db"
 _SQLITE_HEADER: Final = b"SQLite format 3\0"
+_DATABRICKS: Final = frozenset({"databricks", "databricks-uc", "uc"})
 _DATABASE_PORTS: Final = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _REQUEST_S: Final = 60.0  # a batch of a thousand takes a loaded server a second; MLflow's own default is 120
 _AUTHENTICATION: Final = frozenset({"UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED", "PERMISSION_DENIED"})
@@ -57,6 +58,8 @@ def resolve_uri(uri: str | None) -> str:
     if importlib.util.find_spec("mlflow") is None:
         raise UsageError("MLflow is not installed", hint="pip install 'llmtrack-log[mlflow]'")
     scheme, colon, rest = uri.partition(":")
+    if scheme in _DATABRICKS:
+        return uri  # MLflow finds out where that is, and with which credentials
     if scheme == "file" or not colon or uri.startswith((".", "/", "~")):
         raise UsageError(
             f"{uri!r} is an MLflow file store, which MLflow 3.13 and later refuse and which doubles what is sent twice",
@@ -68,11 +71,18 @@ def resolve_uri(uri: str | None) -> str:
     if scheme.partition("+")[0] in {"sqlite", *_DATABASE_PORTS} and importlib.util.find_spec("sqlalchemy") is None:
         raise UsageError(
             f"{without_credentials(uri)!r} needs the whole of MLflow, and only mlflow-skinny is installed",
-            hint="pip install mlflow, or give the address of a server",
+            hint="pip install 'llmtrack-log[mlflow]', or give the address of a server",
         )
     if scheme == "sqlite":
         return _resolve_sqlite(uri)
     return uri.rstrip("/") if scheme in {"http", "https"} else uri
+
+
+def local_folder(uri: str) -> Path | None:
+    """Return the folder of a local database; None when the tracker is something else."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    return Path(unquote(uri.removeprefix("sqlite:///").partition("?")[0])).parent
 
 
 def without_credentials(uri: str) -> str:

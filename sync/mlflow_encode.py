@@ -7,7 +7,7 @@ import json
 import math
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import pyarrow as pa
@@ -82,7 +82,7 @@ class MlflowEncoder:
             if key is None:
                 key = self._keys[name] = key_of(name)
             if not math.isfinite(value):
-                key, value = _finite(key, value)  # noqa: PLW2901
+                key, value = finite(key, value)  # noqa: PLW2901
             copies = self._seen[key, value] = self._seen.get((key, value), 0) + 1
             if copies > 1:
                 key = f"{key}{_COPY}{copies}"
@@ -91,15 +91,40 @@ class MlflowEncoder:
 
 
 def told_records(points: Iterable[StoryPoint]) -> list[Record]:
-    """Return the records of a story's points; what is not finite becomes the same as among the points of the log."""
+    """Return every record under which a story's points may lie in a run, those moved by `shifted_ms` included."""
+    found = list(points)
+    values: dict[tuple[str, int, str | None], set[float]] = {}
+    for point in found:
+        if point.ckpt_id is not None:
+            values.setdefault((point.name, point.tokens, point.ckpt_id), set()).add(point.value)
     records: dict[Record, None] = {}
-    for name, tokens, _, time_ms, value, _ in points:
-        key, held = _finite(key_of(name), value)
-        records[Record(key, tokens, time_ms, held, points=0)] = None
+    for point in found:
+        key, held = finite(key_of(point.name), point.value)
+        for later in range(len(values.get((point.name, point.tokens, point.ckpt_id), "1"))):
+            records[Record(key, point.tokens, point.time_ms + later, held, points=0)] = None
     return list(records)
 
 
-def _finite(key: str, value: float) -> tuple[str, float]:
+def shifted_ms(time_ms: int, value: float, taken: Collection[int], held: Collection[tuple[int, float]]) -> int:
+    """Return the millisecond at which a model has, or is to get, a value of one metric.
+
+    It is the value's own, unless another value of this metric has it: MLflow would refuse the second. Then it is the
+    next one that is free.
+
+    Args:
+        time_ms: The value's own.
+        value: The value.
+        taken: By other values of the same checkpoint.
+        held: Times and values that MLflow holds under this key at these tokens.
+    """
+    occupied = {at for at, _ in held}
+    while time_ms in taken or (time_ms in occupied and (time_ms, value) not in held):
+        time_ms += 1
+    return time_ms
+
+
+def finite(key: str, value: float) -> tuple[str, float]:
+    """Return key and value as MLflow can hold them: NaN, +Inf and -Inf are 0, 1 and -1 under another key."""
     if math.isfinite(value):
         return key, value
     return key + _NONFINITE, 0.0 if math.isnan(value) else math.copysign(1.0, value)

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 from llmtrack.writer.errors import RejectedError
 
@@ -29,6 +30,11 @@ _NAME_CHARS: Final = 250
 _STATUS: Final = {"running": "RUNNING", "finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 _COLOR: Final = {SUPERSEDED: "#c0c0c0", REPLACED: "#c0c0c0", "provisional": "#8c8c8c"}  # greys: not the curve itself
 
+# Facts that MLflow's pages have a place for.
+_SHOWN_BY_MLFLOW: Final = {
+    "git_commit": "mlflow.source.git.commit",
+    "git_dirty": "mlflow.source.git.dirty",
+}
 _PARENT: Final = "mlflow.parentRunId"
 _NOTE: Final = "mlflow.note.content"
 _DESCRIBED: Final = "llmtrack.described"  # digest of the configuration whose parameters are all there
@@ -46,6 +52,7 @@ class MlflowSink:
         self._timeout_s = timeout_s
         self._is_server = self._uri.startswith(("http://", "https://"))
         self._experiments: dict[str, str] = {}
+        self._folder = mlflow_client.local_folder(self._uri)
         self._open: RestClient | DatabaseClient | None = None
         self.tracker = mlflow_client.without_credentials(self._uri)
         self.lanes = _LANES if self._is_server else 1  # in this process the inserting holds the interpreter
@@ -142,12 +149,14 @@ class MlflowSink:
         """Do nothing: what `append` took is accepted, and MLflow makes its own figures."""
 
     def tell(self, run: TrackerRun, story: Story) -> list[str]:
-        """Put the story's points into a run."""
-        records = self.told(story.points())
+        """Make models of evaluated checkpoints, points of alerts and evaluations, and tables of all."""
+        from .mlflow_story import Teller
+
         mapped = self.prepare(run, sorted({point.name for point in story.points()}))
-        for at in range(0, len(records), _BATCH_METRICS):
-            self.append(run, records[at : at + _BATCH_METRICS])
-        return [f"the metric {name!r} is called {key!r} there" for name, key in mapped.items()]
+        notes = [f"the metric {name!r} is called {key!r} there" for name, key in mapped.items()]
+        has_artifacts = self._is_server or self._folder is not None
+        with mlflow_client.translated(self._uri, run.run_id):
+            return notes + Teller(self._client, run, story, has_artifacts=has_artifacts).tell()
 
     def told(self, points: Iterable[StoryPoint]) -> list[Record]:
         """Return the records of a story's points."""
@@ -173,13 +182,17 @@ class MlflowSink:
             from mlflow.exceptions import MlflowException
 
             try:
-                self._experiments[project] = self._client.create_experiment(project)
+                self._experiments[project] = self._client.create_experiment(project, self._artifact_location(project))
             except MlflowException as error:
                 there = self._client.get_experiment_by_name(project)
                 if error.error_code != "RESOURCE_ALREADY_EXISTS" or there is None:
                     raise
                 self._experiments[project] = there.experiment_id
         return self._experiments[project]
+
+    def _artifact_location(self, project: str) -> str | None:
+        """Return where MLflow is to keep a project's tables: beside a local database, not in the current folder."""
+        return None if self._folder is None else (self._folder / "mlartifacts" / quote(project, safe="")).as_uri()
 
     def _tracker_run(self, native: Run) -> TrackerRun | None:
         tags = native.data.tags
@@ -241,9 +254,15 @@ def _tags(spec: RunSpec) -> dict[str, str]:
     if len(spec.name) > _NAME_CHARS:
         tags |= text_tags("llmtrack.run_name", spec.name)
     for key, value in spec.facts.items():
-        tags.update(text_tags(f"llmtrack.{key}", value))
-    if "git_commit" in spec.facts:
-        tags["mlflow.source.git.commit"] = spec.facts["git_commit"]
+        name = key_of(f"llmtrack.{key}")
+        tags.update(text_tags(name, value))
+        if name != f"llmtrack.{key}":
+            tags.update(text_tags(f"llmtrack.name.{name}", key))
+    tags |= {shown: spec.facts[fact] for fact, shown in _SHOWN_BY_MLFLOW.items() if fact in spec.facts}
+    if spec.kind == CANONICAL:
+        tags |= {"mlflow.source.type": "JOB" if "job_id" in spec.facts else "LOCAL", "mlflow.source.name": "llmtrack"}
+        if "job_name" in spec.facts:
+            tags["mlflow.source.name"] = spec.facts["job_name"]
     if spec.config or spec.recipe:
         tags[_DESCRIBED] = _digest(json.dumps([spec.config, spec.recipe], sort_keys=True))
     return tags

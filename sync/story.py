@@ -149,6 +149,11 @@ class Alert:
     settled: bool
 
     @property
+    def is_raised(self) -> bool:
+        """Whether it is the record that the alert was raised, and not one of what came after."""
+        return self.phase in {_RAISED, None}
+
+    @property
     def name(self) -> str:
         """What its points are called."""
         return f"alert/{self.rule}/{self.metric}" if self.metric else f"alert/{self.rule}"
@@ -223,7 +228,7 @@ class Story:
             for e in c.evaluations
         }
         for a in self.alerts:
-            if a.phase in {_RAISED, None} and self._owns(a):
+            if a.is_raised and self._owns(a):
                 value = _NO_VALUE if a.value is None else a.value
                 found[StoryPoint(a.name, a.tokens, a.step, a.time_ms, value, segment=a.segment)] = None
         return sorted(found, key=lambda point: (point.tokens, point.time_ms, point.name, str(point.value)))
@@ -232,7 +237,7 @@ class Story:
         """Yield the points that belong to other runs in the tracker, or to none as yet."""
         if self.kind == CANONICAL:
             for kind in (PROVISIONAL, SUPERSEDED):
-                for segment in sorted({about.segment for about in (*self.alerts, *self.checkpoints)}):
+                for segment in sorted({*(a.segment for a in self.alerts), *(c.segment for c in self.checkpoints)}):
                     yield from self.of_side(kind, segment).points()
 
     def _owns(self, about: Alert | Checkpoint) -> bool:

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from llmtrack.sync.cli import main
-from llmtrack.writer.format import HEARTBEAT, SCHEMAS, part_name, segment_folder
+from llmtrack.writer.format import EVALS_FOLDER, HEARTBEAT, SCHEMAS, part_name, segment_folder
 from llmtrack.writer.log.stream import PartWriter
 
 EPOCH = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
@@ -75,6 +76,12 @@ class SegmentLog:
         self._write(
             "checkpoints", [{"tokens": tokens, "step": tokens // 10, "ckpt_id": f"ckpt-{self.segment}-{tokens}"}]
         )
+        return self
+
+    def alert(self, tokens: int, rule: str = "spike", **more: Any) -> SegmentLog:
+        """Record an alert; `more` are further columns."""
+        known = {"alert_id": f"{self.run_id}-{self.segment}-{self._seq}", "level": "warn", "phase": "raised"}
+        self._write("alerts", [{"tokens": tokens, "step": tokens // 10, "rule": rule, **known, **more}])
         return self
 
     def end(self, how: str = "finished", tokens: int = 0) -> SegmentLog:
@@ -143,6 +150,19 @@ class Log:
         return SegmentLog(self.root, run_id, number, record, self._began)
 
 
+def evaluate(
+    log: Log, ckpt_id: str, value: float, *, run_id: str | None = "run", ms: int = 0, **more: Any
+) -> dt.datetime:
+    """Write an evaluation of a checkpoint, `ms` milliseconds after a week, and return its time."""
+    time = EPOCH + dt.timedelta(days=7, milliseconds=ms)
+    row = {"seq": 1, "time": time, "tokens": 0, "step": 0, "ckpt_id": ckpt_id, "task": "mmlu", "metric": "acc"}
+    folder = (log.root if run_id is None else log.root / f"run_id={run_id}") / EVALS_FOLDER
+    folder.mkdir(exist_ok=True)
+    table = pa.Table.from_pylist([{**row, "value": value, **more}], schema=SCHEMAS["evals"])
+    pq.write_table(table, folder / f"evals-{next(_numbers):05d}.parquet")
+    return time
+
+
 Point = tuple[str, int, int, float]  # key, tokens, milliseconds, value
 _numbers = itertools.count(1)
 
@@ -190,6 +210,7 @@ class Stored:
     status: str
     start_ms: int
     end_ms: int | None
+    artifact_uri: str
     tags: Mapping[str, str]
     params: Mapping[str, str]
     metrics: Counter[Point]
@@ -209,6 +230,27 @@ class Stored:
         return self.tags.get(f"llmtrack.{name}")
 
 
+_READY: Final = 2  # as MLflow's database says it
+
+
+@dataclass(frozen=True)
+class Model:
+    """A logged model as it lies in MLflow's database; metrics are key, tokens, milliseconds, value and run."""
+
+    ref: str
+    name: str
+    is_ready: bool
+    source: str
+    tags: Mapping[str, str]
+    params: Mapping[str, str]
+    metrics: Counter[tuple[str, int, int, float, str]]
+    outputs: Counter[tuple[str, int]]  # run and tokens
+
+    def tag(self, name: str) -> str | None:
+        """One of our tags."""
+        return self.tags.get(f"llmtrack.{name}")
+
+
 @dataclass(frozen=True)
 class Tracker:
     """A real MLflow: its address, and the database behind it."""
@@ -220,22 +262,51 @@ class Tracker:
         """Read the runs of an experiment that are not deleted, with nothing but SQLite."""
         with sqlite3.connect(f"file:{urllib.parse.quote(str(self.database))}?mode=ro", uri=True) as con:
             found = con.execute(
-                "SELECT run_uuid, r.name, status, start_time, end_time"
+                "SELECT run_uuid, r.name, status, start_time, end_time, artifact_uri"
                 " FROM runs r JOIN experiments e USING (experiment_id)"
                 " WHERE e.name = ? AND r.lifecycle_stage = 'active' ORDER BY start_time, run_uuid",
                 (project,),
             ).fetchall()
             stored = [
                 Stored(
-                    *(ref, name, status, start_ms, end_ms),
+                    *(ref, name, status, start_ms, end_ms, uri),
                     dict(con.execute("SELECT key, value FROM tags WHERE run_uuid = ?", [ref])),
                     dict(con.execute("SELECT key, value FROM params WHERE run_uuid = ?", [ref])),
                     Counter(con.execute("SELECT key, step, timestamp, value FROM metrics WHERE run_uuid = ?", [ref])),
                 )
-                for ref, name, status, start_ms, end_ms in found
+                for ref, name, status, start_ms, end_ms, uri in found
             ]
         con.close()
         return stored
+
+    def models(self, project: str) -> list[Model]:
+        """Read the logged models of an experiment that are not deleted, by their first creation."""
+        tags = "SELECT tag_key, tag_value FROM logged_model_tags WHERE model_id = ?"
+        params = "SELECT param_key, param_value FROM logged_model_params WHERE model_id = ?"
+        metrics = "metric_name, metric_step, metric_timestamp_ms, metric_value, run_id"
+        outputs = "SELECT source_id, step FROM inputs WHERE destination_id = ? AND source_type = 'RUN_OUTPUT'"
+        return [
+            Model(
+                *(ref, name, status == _READY, source),
+                dict(self.query(tags, ref)),
+                dict(self.query(params, ref)),
+                Counter(self.query(f"SELECT {metrics} FROM logged_model_metrics WHERE model_id = ?", ref)),
+                Counter(self.query(outputs, ref)),
+            )
+            for ref, name, status, source in self.query(
+                "SELECT model_id, m.name, status, source_run_id"
+                " FROM logged_models m JOIN experiments e USING (experiment_id)"
+                " WHERE e.name = ? AND m.lifecycle_stage = 'active' ORDER BY creation_timestamp_ms",
+                project,
+            )
+        ]
+
+    def query(self, statement: str, *values: object) -> list[Any]:
+        """Ask the database behind MLflow."""
+        with sqlite3.connect(f"file:{urllib.parse.quote(str(self.database))}?mode=ro", uri=True) as con:
+            rows = con.execute(statement, values).fetchall()
+        con.close()
+        return rows
 
     def execute(self, statement: str, *values: object) -> None:
         """Change the database behind MLflow's back."""
