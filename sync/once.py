@@ -96,6 +96,7 @@ class Job:
         timeout_s: Seconds without any success after which the tracker counts as not reachable.
         jobs: How many runs at once.
         stop: Called, it ends whatever is under way, and what is begun later.
+        patience: Shared by jobs that ask one tracker at a time; None: this one is alone.
     """
 
     root: Path
@@ -106,6 +107,7 @@ class Job:
     timeout_s: float
     jobs: int = 1
     stop: Stop = field(default_factory=Stop)
+    patience: Patience | None = None
 
     def cursor_path(self, run: LoggedRun) -> Path:
         """Return where the cursor of a run lies."""
@@ -238,7 +240,8 @@ def replay_all(job: Job, runs: list[LoggedRun], known: dict[str, LoggedRun], lis
     if not runs:
         return outcome  # and no database is made
     classify.bound_memory(job.con)
-    patience = Patience(job.timeout_s, listener.waiting, at_once=job.sink.lanes)
+    shared = job.patience or Patience(job.timeout_s, listener.waiting, at_once=job.sink.lanes)
+    patience = shared.fork()
     with job.stop.calling(patience.stop):
         try:
             patience.call(job.sink.open)
@@ -317,6 +320,7 @@ class _Replays:
                 report.error = "stopped before it was done"
         except RejectedError as error:
             report.error, stop = str(error), error if error.run_id is None else None
+            report.is_refused = True
         except Exception as error:  # noqa: BLE001 - one run's failure is its own, whatever it is
             report.error = str(error) if isinstance(error, LlmtrackError) else f"{type(error).__name__}: {error}"
         with self._lock:

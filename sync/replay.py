@@ -63,6 +63,7 @@ class Report:
         url: Where it can be seen.
         notes: What a person should know.
         error: Why it is incomplete; empty when it is not.
+        is_refused: The tracker refused, and would again.
     """
 
     run_id: str
@@ -76,6 +77,7 @@ class Report:
     url: str = ""
     notes: list[str] = field(default_factory=list)
     error: str = ""
+    is_refused: bool = False
 
     def add_note(self, note: str) -> None:
         """Add a note once."""
