@@ -1,4 +1,4 @@
-"""Commands to look at a root: ``llmtrack ls``, ``show``, ``sql``, ``plot`` and ``best``."""
+"""Commands to look at a root: ``llmtrack ls``, ``show``, ``sql`` and ``best``."""
 
 from __future__ import annotations
 
@@ -131,51 +131,6 @@ def sql(*, query: str, root: Path, names: Sequence[str], kind: str, as_json: boo
 
 
 @click.command(
-    "plot",
-    epilog=example("llmtrack plot pretrain-7b train/loss", "llmtrack plot pretrain-7b train/loss train/lr --x step"),
-)
-@click.argument("name", metavar="RUN")
-@click.argument("metrics", nargs=-1, required=True, metavar="METRIC...")
-@root_option
-@click.option("--x", "axis", type=click.Choice(("tokens", "step", "time")), default="tokens", show_default=True)
-@click.option("--log-y", is_flag=True, help="A logarithmic axis for the values.")
-@click.option("--width", type=click.IntRange(40), metavar="COLUMNS", help="Of the picture; as the terminal has.")
-@click.option("--height", type=click.IntRange(10), metavar="ROWS", help="Of each picture.")
-@json_option
-def plot(
-    *,
-    name: str,
-    metrics: Sequence[str],
-    root: Path,
-    axis: str,
-    log_y: bool,
-    width: int | None,
-    height: int | None,
-    as_json: bool,
-) -> int:
-    """Draw metrics of one run in the terminal, with what restarts left behind.
-
-    The run's curve is drawn with those of the runs it was forked from; what was superseded is pale, and marked in the
-    legend. Vertical lines show where segments start.
-    """
-    from . import plot as picture
-    from .log import Log
-    from .views import connect
-
-    run_id = select_run(Log(root).run_ids(), name)
-    with connect(root, runs=[run_id]) as con:
-        curves = picture.read_curves(con, run_id, metrics)
-        if as_json:
-            click.echo(to_json(row for curve in curves for row in curve.rows()))
-        else:
-            columns, lines = layout.screen()
-            size = {"width": width or columns, "height": height or max(12, min(lines - 4, 30))}
-            for curve in curves:
-                click.echo(picture.draw(curve, axis=axis, log_y=log_y, colours=layout.has_colours(), **size))
-        return report_damages(con, [run_id])
-
-
-@click.command(
     "best",
     epilog=example(
         "llmtrack best hellaswag/acc", "llmtrack best wikitext/word_perplexity --lower-is-better 'pretrain-7b*'"
@@ -214,7 +169,7 @@ def best(
         return report_damages(con, runs)
 
 
-COMMANDS: Final[tuple[click.Command, ...]] = (ls, show, sql, plot, best)
+COMMANDS: Final[tuple[click.Command, ...]] = (ls, show, sql, best)
 
 
 def report_damages(con: duckdb.DuckDBPyConnection, runs: Sequence[str] | None = None) -> int:

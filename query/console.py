@@ -21,7 +21,7 @@ EXIT_USAGE: Final = 1
 EXIT_DAMAGED: Final = 4
 EXIT_INTERRUPTED: Final = 130
 
-_EXTRAS: Final = {"mlflow": "mlflow", "wandb": "wandb", "torch": "demo", "watchdog": "sync"}
+_EXTRAS: Final = {"mlflow": "mlflow", "wandb": "wandb", "torch": "demo", "watchdog": "sync", "matplotlib": "plot"}
 
 
 def run(command: click.Command, args: Sequence[str] | None = None, *, prog_name: str = "llmtrack") -> NoReturn:

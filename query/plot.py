@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import datetime as dt
-import difflib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
 import duckdb
 
-from llmtrack.writer.errors import UsageError
-
-from . import layout
+from . import curves, layout
 from .canvas import COLUMNS, ROWS, Canvas
+from .columns import EPOCH
+from .curves import Line
+from .marks import Marks, at_tokens, number, read_marks
+
+POINTS: Final = 20_000  # of one curve: many for each column of a wide screen, and for each pixel of a picture
 
 _COLUMNS: Final = (
     *("run_id", "source_run", "segment", "seq", "time", "step", "tokens"),
@@ -33,17 +34,19 @@ _POINTS: Final = """
     WHERE run_id = $run AND name = $name AND superseded_by IS NOT NULL
     ORDER BY source_run, segment, tokens, seq
 """
-_NAMES: Final = (
-    "SELECT DISTINCT name FROM metrics WHERE run_id = $run UNION SELECT name FROM history WHERE run_id = $run"
-)
-_STARTS: Final = """
-    SELECT segment, start_tokens AS tokens, start_step AS step, start_time AS time
-    FROM segments
-    WHERE run_id = $run AND started AND from_run IS NOT NULL
-    ORDER BY segment
-"""
-_COLOURS: Final = {"line": "36", "superseded": "90", "border": "2", "odd": "31", "title": "1"}
-_SHOWN_NAMES: Final = 8
+_COLOURS: Final = {
+    "line": "36",
+    "superseded": "90",
+    "border": "2",
+    "odd": "31",
+    "title": "1",
+    "alert": "31",
+    "eval": "33",
+    "fork": "35",
+    "gap": "33",
+    "hole": "31",
+}
+_FETCHED: Final = 4096  # rows at a time
 _Y_LABELS: Final = 5
 _X_LABEL_WIDTH: Final = 22
 _SHORT_S: Final = 3_600 * 6  # a span of time whose minutes are not enough to tell its places apart
@@ -58,38 +61,84 @@ class Curve:
         name: The metric.
         points: Rows as `rows` has them; those on the path first by segment, in order.
         starts: Number and place of each segment of the run that starts from somewhere.
+        lines: What the points were taken from, and how many the log has; none: the points are all there are.
+        marks: What else happened.
     """
 
     run_id: str
     name: str
     points: list[tuple[Any, ...]]
     starts: list[dict[str, Any]]
+    lines: list[Line] = field(default_factory=list)
+    marks: Marks = field(default_factory=Marks)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the points with the columns of `history` and `superseded_by`."""
         for point in self.points:
             yield dict(zip(_COLUMNS, point, strict=True))
 
+    def counts(self) -> tuple[int, int, int, int]:
+        """Return how many points the log has: all, superseded ones, those not finite, and those zero or less."""
+        if self.lines:
+            superseded = sum(line.count for line in self.lines if line.superseded_by is not None)
+            odd, low = sum(line.odd for line in self.lines), sum(line.not_positive for line in self.lines)
+            return sum(line.count for line in self.lines), superseded, odd, low
+        rows = list(self.rows())
+        finite = [row["value"] for row in rows if math.isfinite(row["value"])]
+        superseded = sum(row["superseded_by"] is not None for row in rows)
+        return len(rows), superseded, len(rows) - len(finite), sum(value <= 0 for value in finite)
 
-def read_curves(con: duckdb.DuckDBPyConnection, run_id: str, names: Iterable[str]) -> list[Curve]:
-    """Read metrics of a run, parents and superseded points included.
+
+def read_curves(
+    con: duckdb.DuckDBPyConnection,
+    run_id: str,
+    names: Iterable[str],
+    *,
+    all_runs: duckdb.DuckDBPyConnection | None = None,
+    points: int = POINTS,
+) -> list[Curve]:
+    """Read metrics of a run, parents and superseded points included, with as many points as a picture needs.
 
     Args:
         con: Made by `connect`.
         run_id: The run.
         names: Names of metrics, or globs.
+        all_runs: Has all runs, so that forks are marked; None: they are not.
+        points: Of each curve; one that has more is thinned out, and keeps what is highest and lowest.
 
     Raises:
         UsageError: The run has no metric of that name.
     """
-    known = sorted(row[0] for row in con.execute(_NAMES, {"run": run_id}).fetchall())
-    cursor = con.execute(_STARTS, {"run": run_id})
-    columns = [column[0] for column in cursor.description or ()]
-    starts = [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
-    wanted = dict.fromkeys(match for name in names for match in _matching(known, name, run_id))
-    return [
-        Curve(run_id, name, con.execute(_POINTS, {"run": run_id, "name": name}).fetchall(), starts) for name in wanted
+    wanted = curves.select_metrics(curves.metric_names(con, run_id), names, run_id)
+    lines = curves.count_lines(con, run_id, wanted)
+    curves.read_points(con, lines, at_most=points)
+    marks = read_marks(con, run_id, all_runs=all_runs)
+    return [_curve(run_id, name, [line for line in lines if line.name == name], marks) for name in wanted]
+
+
+def read_rows(con: duckdb.DuckDBPyConnection, run_id: str, names: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield every point of some metrics of a run, parents and superseded points included, none left out.
+
+    Raises:
+        UsageError: The run has no metric of that name.
+    """
+    for name in curves.select_metrics(curves.metric_names(con, run_id), names, run_id):
+        with con.cursor() as cursor:
+            cursor.execute(_POINTS, {"run": run_id, "name": name})
+            while some := cursor.fetchmany(_FETCHED):
+                yield from (dict(zip(_COLUMNS, point, strict=True)) for point in some)
+
+
+def _curve(run_id: str, name: str, lines: list[Line], marks: Marks) -> Curve:
+    points = [
+        (
+            *(run_id, line.source_run, line.segment, row.seq, EPOCH + dt.timedelta(milliseconds=row.time)),
+            *(row.step, row.tokens, name, row.value, line.superseded_by, row.settled),
+        )
+        for line in sorted(lines, key=lambda line: (line.source_run, line.segment))
+        for row in line.rows
     ]
+    return Curve(run_id, name, points, marks.starts, lines, marks)
 
 
 def draw(
@@ -115,7 +164,7 @@ def draw(
     drawn = [row for row in rows if math.isfinite(row["value"]) and (row["value"] > 0 or not log_y)]
     title = f"{curve.name}  {curve.run_id}"
     if not drawn:
-        return f"{title}: {len(rows)} points, and none that can be drawn"
+        return f"{title}: {curve.counts()[0]} points, and none that can be drawn"
     scale = _Scale.of(rows, drawn, axis, log_y=log_y)
     labels = [scale.y_label(part / (_Y_LABELS - 1)) for part in range(_Y_LABELS)]
     margin = max(map(len, labels)) + 1
@@ -127,8 +176,12 @@ def draw(
     lines = [canvas.painted(title, "title"), _border_numbers(canvas, scale, curve.starts, axis, margin)]
     at_row = {round((1 - part / (_Y_LABELS - 1)) * (canvas.height - 1)): labels[part] for part in range(_Y_LABELS)}
     lines += [f"{at_row.get(index, ''):>{margin}}┤{row}" for index, row in enumerate(picture)]
-    lines += [" " * margin + "└" + _base(canvas, scale, rows, axis), " " * (margin + 1) + scale.x_labels(canvas.width)]
-    lines.append(" " * (margin + 1) + _legend(canvas, rows, drawn, axis))
+    lines.append(" " * margin + "└" + _base(canvas, scale, rows, axis))
+    marked, keys = _marks(canvas, scale, curve.marks, rows, axis)
+    if marked:
+        lines.append(" " * (margin + 1) + marked)
+    lines.append(" " * (margin + 1) + scale.x_labels(canvas.width))
+    lines.append(" " * (margin + 1) + "   ".join([*_legend(canvas, curve, rows, axis, log_y=log_y), *keys]))
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -145,7 +198,7 @@ class _Scale:
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]], drawn: Sequence[dict[str, Any]], axis: str, *, log_y: bool) -> _Scale:
-        places = [_number(row[axis]) for row in rows]
+        places = [number(row[axis]) for row in rows]
         values = [math.log10(row["value"]) if log_y else row["value"] for row in drawn]
         low, high = min(values), max(values)
         if low == high:
@@ -187,7 +240,7 @@ def _draw_points(
     canvas: Canvas, scale: _Scale, rows: Sequence[dict[str, Any]], drawn: Sequence[dict[str, Any]], axis: str
 ) -> None:
     def place(row: dict[str, Any]) -> tuple[int, int]:
-        x = round(scale.x(_number(row[axis])) * (canvas.width * COLUMNS - 1))
+        x = round(scale.x(number(row[axis])) * (canvas.width * COLUMNS - 1))
         return x, round((1 - scale.y(row["value"])) * (canvas.height * ROWS - 1))
 
     live = sorted((row for row in drawn if row["superseded_by"] is None), key=lambda row: (row[axis], row["seq"]))
@@ -198,7 +251,7 @@ def _draw_points(
         canvas.line(*one, *other)
     for row in rows:
         if not math.isfinite(row["value"]):
-            x = round(scale.x(_number(row[axis])) * (canvas.width * COLUMNS - 1))
+            x = round(scale.x(number(row[axis])) * (canvas.width * COLUMNS - 1))
             canvas.character(x, canvas.height * ROWS - 1, "✗", "odd")
     for row in drawn:
         if row["superseded_by"] is not None:
@@ -218,7 +271,7 @@ def _base(canvas: Canvas, scale: _Scale, rows: Iterable[dict[str, Any]], axis: s
     for row in rows:
         if row["superseded_by"] is not None:
             stretch = row["source_run"], row["segment"], row["superseded_by"]
-            stretches.setdefault(stretch, []).append(scale.x(_number(row[axis])))
+            stretches.setdefault(stretch, []).append(scale.x(number(row[axis])))
     line = ["─"] * canvas.width
     for places in stretches.values():
         first, last = (round(x * (canvas.width * COLUMNS - 1)) // COLUMNS for x in (min(places), max(places)))
@@ -229,7 +282,7 @@ def _base(canvas: Canvas, scale: _Scale, rows: Iterable[dict[str, Any]], axis: s
 def _border_numbers(canvas: Canvas, scale: _Scale, starts: Iterable[dict[str, Any]], axis: str, margin: int) -> str:
     """Return the line above the picture, with the numbers of the segments where there is room for them."""
     line = ""
-    for start in sorted(starts, key=lambda start: _number(start[axis])):
+    for start in sorted(starts, key=lambda start: number(start[axis])):
         at = _border(canvas, scale, start, axis) // COLUMNS
         if len(line) <= at < canvas.width:
             line = line.ljust(at) + f"{start['segment']} "
@@ -237,34 +290,58 @@ def _border_numbers(canvas: Canvas, scale: _Scale, starts: Iterable[dict[str, An
 
 
 def _border(canvas: Canvas, scale: _Scale, start: dict[str, Any], axis: str) -> int:
-    return round(scale.x(_number(start[axis])) * (canvas.width * COLUMNS - 1))
+    return round(scale.x(number(start[axis])) * (canvas.width * COLUMNS - 1))
 
 
-def _legend(canvas: Canvas, rows: Sequence[dict[str, Any]], drawn: Sequence[dict[str, Any]], axis: str) -> str:
+def _legend(canvas: Canvas, curve: Curve, rows: Sequence[dict[str, Any]], axis: str, *, log_y: bool) -> list[str]:
+    _, superseded, odd, not_positive = curve.counts()
     parts = [canvas.painted("━━", "line") + " current"]
-    superseded = sum(row["superseded_by"] is not None for row in rows)
     if superseded:
         parts.append(canvas.painted("··▒", "superseded") + f" superseded ({superseded:,} points)")
     parts.append(canvas.painted("┊", "border") + " start of a segment")
-    odd = [row for row in rows if not math.isfinite(row["value"])]
     if odd:
-        first = _Scale(axis, _number(odd[0][axis]), _number(odd[0][axis]), 0, 1, log_y=False).x_label(0)
-        parts.append(canvas.painted("✗", "odd") + f" not finite ({len(odd):,}, the first at {first})")
-    if left_out := len(rows) - len(drawn) - len(odd):
-        parts.append(f"{left_out:,} not positive, not on this axis")
-    return "   ".join(parts)
+        places = [number(row[axis]) for row in rows if not math.isfinite(row["value"])]
+        first = _Scale(axis, places[0], places[0], 0, 1, log_y=False).x_label(0)
+        parts.append(canvas.painted("✗", "odd") + f" not finite ({odd:,}, the first at {first})")
+    if log_y and not_positive:
+        parts.append(f"{not_positive:,} not positive, not on this axis")
+    return parts
 
 
-def _matching(known: Sequence[str], name: str, run_id: str) -> list[str]:
-    if name in known:
-        return [name]
-    found = [other for other in known if fnmatchcase(other, name)]
-    if not found:
-        shown = difflib.get_close_matches(name, known, _SHOWN_NAMES, 0.3) or known[:_SHOWN_NAMES]
-        hint = f"one of {', '.join(shown)}" if shown else "nothing was logged yet"
-        raise UsageError(f"run {run_id} has no metric {name!r}", hint=hint)
-    return found
+def _marks(
+    canvas: Canvas, scale: _Scale, marks: Marks, rows: Sequence[dict[str, Any]], axis: str
+) -> tuple[str, list[str]]:
+    """Return the line of marks below the axis, empty when there are none, and what they mean."""
+    own = {
+        segment: [row for row in rows if row["segment"] == segment]
+        for segment in {gap["segment"] for gap in (*marks.gaps, *marks.holes)}
+    }
+    line = [" "] * canvas.width
+    keys = []
 
+    def put(character: str, style: str, spans: Iterable[tuple[float | None, float | None]], meaning: str) -> None:
+        spans = list(spans)
+        for first, last in spans:
+            if first is None or last is None:
+                continue
+            ends = [round(scale.x(place) * (canvas.width - 1)) for place in (first, last)]
+            for column in range(max(ends[0], 0), min(ends[1], canvas.width - 1) + 1):
+                line[column] = canvas.painted(character, style)
+        if spans:
+            keys.append(f"{canvas.painted(character, style)} {meaning} ({len(spans):,})")
 
-def _number(place: Any) -> float:
-    return place.timestamp() if isinstance(place, dt.datetime) else place
+    def spans(gaps: Sequence[dict[str, Any]]) -> Iterator[tuple[float | None, float | None]]:
+        for gap in gaps:
+            points = own[gap["segment"]]
+            yield at_tokens(points, gap["first_tokens"], axis), at_tokens(points, gap["last_tokens"], axis)
+
+    def places(found: Sequence[dict[str, Any]]) -> Iterator[tuple[float, float]]:
+        yield from ((number(row[axis]), number(row[axis])) for row in found)
+
+    put("░", "gap", spans(marks.gaps), "gap: points lost")
+    put("▚", "hole", spans(marks.holes), "damaged: rows unreadable")
+    forked = [start for start in marks.starts if start["from_run"] != (rows[0]["run_id"] if rows else None)]
+    put("Y", "fork", places([*marks.forks, *forked]), "fork")
+    put("◆", "eval", places(marks.evals), "evaluated")
+    put("▲", "alert", places(marks.alerts), "alert")
+    return "".join(line).rstrip(), keys

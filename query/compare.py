@@ -1,0 +1,134 @@
+"""One metric of several runs at equal tokens: the values side by side, and how far each is from the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import duckdb
+
+from llmtrack.writer.errors import UsageError
+
+from . import curves
+
+GRID: Final = 12  # places that are compared unless others are named
+_PICTURE_GRID: Final = 400
+_CURVE_POINTS: Final = 8_000
+
+_EXTENT: Final = """
+    SELECT run_id, min(tokens), max(tokens)
+    FROM history
+    WHERE name = $name AND list_contains($runs, run_id) AND NOT isnan(value)
+    GROUP BY run_id
+"""
+# The last value at or below each place; of a window, the mean of those in (place - window, place].
+_AT: Final = """
+    SELECT h.run_id, g.tokens, max(h.tokens), arg_max(h.value, (h.tokens, h.seq)),
+           avg(h.value) FILTER (h.tokens > g.tokens - $window AND isfinite(h.value)),
+           arg_max(h.segment, (h.tokens, h.seq))
+    FROM history h
+    JOIN (SELECT unnest($grid) AS tokens) g ON h.tokens <= g.tokens
+    WHERE h.name = $name AND list_contains($runs, h.run_id)
+    GROUP BY h.run_id, g.tokens
+"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found.
+
+    Attributes:
+        name: The metric.
+        runs: The runs that have it, the one that the others are compared with first.
+        without: Those that do not.
+        grid: The places, in tokens.
+        rows: One for each place and run: `tokens`, `run_id`, `value`, `value_tokens` (where that value was logged),
+            `segment`, `difference` (to the first run, null where one of the two has no value).
+    """
+
+    name: str
+    runs: list[str]
+    without: list[str]
+    grid: list[int]
+    rows: list[dict[str, Any]]
+
+
+def compare(
+    con: duckdb.DuckDBPyConnection,
+    name: str,
+    runs: Sequence[str],
+    *,
+    at: Sequence[int] = (),
+    places: int = GRID,
+    mean_over: int = 0,
+) -> Comparison:
+    """Compare one metric of runs at equal tokens.
+
+    Nothing is interpolated: a run's value at some tokens is the last one that it logged at or below them, on its own
+    curve, that of its parents included. A run that has not come so far has no value there.
+
+    Args:
+        con: Made by `connect`, with the runs.
+        name: The metric.
+        runs: In the order in which they are shown; the others are compared with the first one.
+        at: The places, in tokens; none given: evenly from where all runs have begun to where the last one ends.
+        places: How many, when `at` names none.
+        mean_over: Compare means over so many tokens up to each place instead of single values; 0: values as logged.
+
+    Raises:
+        UsageError: None of the runs has the metric.
+    """
+    extent = {
+        run_id: (first, last)
+        for run_id, first, last in con.execute(_EXTENT, {"name": name, "runs": list(runs)}).fetchall()
+    }
+    found = [run_id for run_id in runs if run_id in extent]
+    if not found:
+        known = sorted({metric for run_id in runs for metric in curves.metric_names(con, run_id)})
+        if name in known:
+            raise UsageError(f"{name} is NaN everywhere", hint="llmtrack plot shows where")
+        raise curves.no_such_metric(known, name, f"none of {len(runs)} runs" if len(runs) > 1 else f"run {runs[0]}")
+    grid = sorted(set(at)) or _even(max(extent[run][0] for run in found), max(extent[run][1] for run in found), places)
+    parameters = {"name": name, "runs": found, "grid": grid, "window": mean_over}
+    values = {
+        (run_id, place): (last, mean if mean_over else value, segment)
+        for run_id, place, last, value, mean, segment in con.execute(_AT, parameters).fetchall()
+        if place <= extent[run_id][1]
+    }
+    rows = []
+    for place in grid:
+        base = values.get((found[0], place), (None, None, None))[1]
+        for run_id in found:
+            last, value, segment = values.get((run_id, place), (None, None, None))
+            difference = None if value is None or base is None else value - base
+            rows.append(
+                {"tokens": place, "run_id": run_id, "value": value, "value_tokens": last, "segment": segment}
+                | {"difference": difference}
+            )
+    return Comparison(name, found, [run_id for run_id in runs if run_id not in extent], grid, rows)
+
+
+def read_picture(
+    con: duckdb.DuckDBPyConnection, found: Comparison, *, mean_over: int = 0
+) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[tuple[int, float]]]]:
+    """Return the curves of a comparison, and the differences at many places: tokens and value of each."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for run_id in found.runs:
+        lines = [line for line in curves.count_lines(con, run_id, [found.name]) if line.superseded_by is None]
+        curves.read_points(con, lines, at_most=_CURVE_POINTS)
+        points[run_id] = [(row.tokens, row.value) for line in lines for row in line.rows]
+    fine = compare(con, found.name, found.runs, places=_PICTURE_GRID, mean_over=mean_over)
+    differences: dict[str, list[tuple[int, float]]] = {run_id: [] for run_id in found.runs}
+    for row in fine.rows:
+        if row["difference"] is not None:
+            differences[row["run_id"]].append((row["tokens"], row["difference"]))
+    return points, differences
+
+
+def _even(first: int, last: int, places: int) -> list[int]:
+    """Return places from the first to the last, as even as integers are; one when they are the same, or too near."""
+    if last <= first:
+        return [max(first, last)]
+    steps = max(places - 1, 1)
+    return sorted({first + (last - first) * step // steps for step in range(steps + 1)})

@@ -1,0 +1,131 @@
+"""What is marked on a curve: where segments start, alerts, evaluations, forks, and where points are missing."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import duckdb
+
+_STARTS: Final = """
+    SELECT segment, start_tokens AS tokens, start_step AS step, start_time AS time, from_run
+    FROM segments
+    WHERE run_id = $run AND started AND from_run IS NOT NULL
+    ORDER BY segment
+"""
+_ALERTS: Final = """
+    SELECT tokens, step, time, metric, level, rule, message, superseded_by
+    FROM alerts
+    WHERE run_id = $run AND phase = 'raised'
+    ORDER BY time, seq
+"""
+_EVALS: Final = """
+    SELECT c.tokens, c.step, c.time, c.ckpt_id, c.superseded_by
+    FROM checkpoints c
+    WHERE c.run_id = $run AND EXISTS (SELECT 1 FROM evals e WHERE e.run_id = c.run_id AND e.ckpt_id = c.ckpt_id)
+    ORDER BY c.tokens, c.segment
+"""
+_FORKS: Final = """
+    SELECT s.run_id, s.start_tokens AS tokens, s.start_step AS step, s.start_time AS time, s.fork_reason
+    FROM segments s
+    WHERE s.from_run = $run AND s.run_id <> $run
+    ORDER BY s.start_tokens, s.run_id
+"""
+_GAPS: Final = """
+    SELECT segment, first_tokens, last_tokens, points, reason, errno
+    FROM gaps
+    WHERE run_id = $run
+    ORDER BY segment, seq
+"""
+# Every row of a segment, of whatever table, has the next number: where one is missing, it was lost with its bytes.
+_HOLES: Final = """
+    WITH rows AS (
+        SELECT DISTINCT seq, tokens FROM log.points WHERE run_id = $run AND segment = $segment
+        UNION SELECT seq, tokens FROM log.records WHERE run_id = $run AND segment = $segment
+        UNION SELECT seq, tokens FROM log.checkpoints WHERE run_id = $run AND segment = $segment
+        UNION SELECT seq, tokens FROM log.alerts WHERE run_id = $run AND segment = $segment
+        UNION SELECT seq, tokens FROM log.batches WHERE run_id = $run AND segment = $segment
+        UNION SELECT seq, tokens FROM log.gaps WHERE run_id = $run AND segment = $segment
+    )
+    SELECT CAST($segment AS BIGINT) AS segment, first_tokens, last_tokens, missing
+    FROM (
+        SELECT lag(tokens) OVER w AS first_tokens, tokens AS last_tokens, seq - lag(seq) OVER w - 1 AS missing
+        FROM rows
+        WINDOW w AS (ORDER BY seq)
+    ) h
+    WHERE missing > 0 AND last_tokens >= first_tokens
+    ORDER BY first_tokens
+"""
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Marks:
+    """The marks of one run.
+
+    Attributes:
+        starts: Number and place of each segment that starts from somewhere, and the run it starts from.
+        alerts: Those raised.
+        evals: The checkpoints that were evaluated.
+        forks: Runs that start from this one.
+        gaps: Points that could not be kept: from and to which tokens.
+        holes: Rows whose bytes are damaged: between which tokens they stood.
+    """
+
+    starts: list[Row] = field(default_factory=list)
+    alerts: list[Row] = field(default_factory=list)
+    evals: list[Row] = field(default_factory=list)
+    forks: list[Row] = field(default_factory=list)
+    gaps: list[Row] = field(default_factory=list)
+    holes: list[Row] = field(default_factory=list)
+
+
+def read_marks(
+    con: duckdb.DuckDBPyConnection, run_id: str, *, all_runs: duckdb.DuckDBPyConnection | None = None
+) -> Marks:
+    """Read the marks of a run.
+
+    Args:
+        con: Has the run with its points.
+        run_id: The run.
+        all_runs: Has all runs, for those that were forked from it; None: forks are left out.
+    """
+    marks = Marks(
+        starts=fetch(con, _STARTS, run=run_id),
+        alerts=fetch(con, _ALERTS, run=run_id),
+        evals=fetch(con, _EVALS, run=run_id),
+        forks=[] if all_runs is None else fetch(all_runs, _FORKS, run=run_id),
+        gaps=fetch(con, _GAPS, run=run_id),
+    )
+    damaged = con.execute("SELECT DISTINCT segment FROM damages WHERE run_id = ? AND segment > 0 ORDER BY 1", [run_id])
+    for (segment,) in damaged.fetchall():
+        marks.holes += read_holes(con, run_id, segment)
+    return marks
+
+
+def read_holes(con: duckdb.DuckDBPyConnection, run_id: str, segment: int) -> list[Row]:
+    """Return where rows of a segment are missing: `segment`, `first_tokens`, `last_tokens`, `missing`."""
+    return fetch(con, _HOLES, run=run_id, segment=segment)
+
+
+def fetch(con: duckdb.DuckDBPyConnection, query: str, **parameters: object) -> list[Row]:
+    """Return the rows of a query by the names of their columns."""
+    cursor = con.execute(query, parameters)
+    columns = [column[0] for column in cursor.description or ()]
+    return [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
+
+
+def number(place: Any) -> float:
+    """Return a place on any axis as a number: seconds since 1970 for a time."""
+    return place.timestamp() if isinstance(place, dt.datetime) else place
+
+
+def at_tokens(rows: Iterable[Mapping[str, Any]], tokens: int, axis: str) -> float | None:
+    """Return where on an axis some tokens lie, by the nearest of a segment's points; None when it has none."""
+    if axis == "tokens":
+        return tokens
+    near = min(rows, key=lambda row: abs(row["tokens"] - tokens), default=None)
+    return None if near is None else number(near[axis])
