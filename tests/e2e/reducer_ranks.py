@@ -173,14 +173,50 @@ def different_alike(job: Job) -> list[str | None]:
 
 
 def different_steps(job: Job) -> str | None:
-    """Each rank was told another interval."""
+    """Rank 1 counts its steps from 1 on, and rank 0 from 0 on."""
     with job.run() as run:
-        reducer = Reducer(run, every=2 + job.rank)
-        for step in range(1, 13):
+        reducer = Reducer(run, every=1)
+        for step in range(12):
             reducer.mean("train/loss", 1.0)
-            if problem := error_of(lambda step=step: reducer.step(step, step)):  # type: ignore[misc]
+            if problem := error_of(lambda step=step: reducer.step(step + job.rank, step)):  # type: ignore[misc]
                 return problem
     return None
+
+
+def different_setups(job: Job) -> list[str | None]:
+    """Each rank makes its reducers in its own way, which shows when they are made; one is the same on both."""
+    setups: tuple[dict[str, Any], ...] = (
+        {"every": 2 + job.rank},
+        {"max_metrics": 100 * (1 + job.rank)},
+        {"cadence": Cadence.default() if job.rank else None},
+        {"every": 7},
+    )
+    with job.run() as run:
+        return [error_of(lambda given=given: Reducer(run, **given)) for given in setups]  # type: ignore[misc]
+
+
+def refused(job: Job) -> list[str | None]:
+    """Values, names and steps that are none are refused on every rank alike, and leave nothing behind."""
+    names: Any = ("", 3, None, "\ud800")
+    places: Any = ((1.5, 1), (1, 1.0), (-1, 1), (1, -1))
+    with torch.inference_mode(), job.run() as run:
+        reducer = Reducer(run, every=1)
+        reducer.max("made in inference mode", torch.tensor(1.0))
+        with torch.inference_mode(mode=False):
+            reducer.min("outside of it", torch.tensor(1.0))
+            acts: list[Any] = [
+                lambda: reducer.mean("no value", torch.zeros(2)),
+                lambda: reducer.mean("no weight", 1.0, weight=torch.zeros(2)),
+                *(lambda kind=kind: getattr(reducer, kind)(kind, "1") for kind in ("sum", "min", "max", "last")),
+                *(lambda name=name: reducer.sum(name, 1.0) for name in names),
+                *(lambda at=at: reducer.step(*at) for at in places),
+            ]
+            problems = [error_of(act) for act in acts]
+            for step in (1, 2):
+                reducer.max("made in inference mode", torch.tensor(float(step)))
+                reducer.min("outside of it", torch.tensor(float(step)))
+                reducer.step(step, step)
+    return problems
 
 
 def collectives(job: Job) -> dict[str, Any]:
@@ -393,7 +429,20 @@ _SCENARIOS: dict[str, Callable[[Job], Any]] = {
     scenario.__name__: scenario
     for scenario in (
         *(ragged, micro_batches, stages, extremes, any_order, different_from_the_start, different_later),
-        *(different_alike, collectives, burst, checkpointed, subgroups, destroyed, ddp, fsdp, killed, different_steps),
+        *(
+            different_alike,
+            different_setups,
+            refused,
+            collectives,
+            burst,
+            checkpointed,
+            subgroups,
+            destroyed,
+            ddp,
+            fsdp,
+            killed,
+            different_steps,
+        ),
     )
 }
 

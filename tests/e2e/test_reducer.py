@@ -27,9 +27,12 @@ _PROGRAM = Path(__file__).with_name("reducer_ranks.py")
 _JOB_LIMIT_S = 300.0
 _EVERYWHERE = (
     *("ragged", "micro_batches", "stages", "extremes", "any_order", "different_from_the_start", "different_later"),
-    *("collectives", "burst", "checkpointed", "destroyed", "fsdp"),
+    *("collectives", "burst", "checkpointed", "destroyed", "fsdp", "refused"),
 )
-_SCENARIOS = {2: (*_EVERYWHERE, "different_alike", "ddp", "different_steps"), 4: (*_EVERYWHERE, "subgroups")}
+_SCENARIOS = {
+    2: (*_EVERYWHERE, "different_alike", "different_setups", "ddp", "different_steps"),
+    4: (*_EVERYWHERE, "subgroups"),
+}
 
 
 @dataclass(frozen=True)
@@ -166,10 +169,33 @@ def test_ranks_that_change_their_metrics_together_are_told(job: Job) -> None:
 
 
 @on_two_ranks
+def test_ranks_whose_reducers_were_made_differently_are_told(job: Job) -> None:
+    """The second one to make it, before anything is sent: gloo would kill the process, or the trainer would hang."""
+    words = (("every=2", "every=3"), ("max_metrics=100", "max_metrics=200"), ("no cadence", "a cadence of"))
+    for said, problems in zip(words, zip(*job.results("different_setups"), strict=True), strict=False):
+        (problem,) = (problem for problem in problems if problem is not None)
+        assert all(word in problem for word in said)
+    assert [problems[-1] for problems in job.results("different_setups")] == [None, None]
+
+
+def test_what_is_refused_leaves_nothing_behind(job: Job) -> None:
+    """A trainer that catches the error goes on as if the call had not been there."""
+    for problems in job.results("refused"):
+        assert len(problems) == 14
+        assert None not in problems
+    log = job.log("refused")
+    assert log.series("made in inference mode") == log.series("outside of it") == [1.0, 2.0]
+    assert {point["name"].removesuffix("_rank") for point in log["metrics"]} == {
+        "made in inference mode",
+        "outside of it",
+    }
+
+
+@on_two_ranks
 def test_ranks_at_different_steps_are_told(job: Job) -> None:
     """Two intervals are no reduction."""
     for problem in job.results("different_steps"):
-        assert "rank 0 is at step 2" in problem or "rank 1 is at step 3" in problem
+        assert "rank 0 is at step 0" in problem or "rank 1 is at step 1" in problem
     assert job.log("different_steps").series("train/loss") == []
 
 

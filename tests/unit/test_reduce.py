@@ -219,7 +219,13 @@ def test_tensors_of_any_type_with_one_element_are_numbers(
     assert [segment.series(kind) for kind in ("mean", "sum", "min", "max", "last")] == [[1.0]] * 5
 
 
-@pytest.mark.parametrize("value", ["1", b"1", 1j, [1.0], object(), torch.zeros(2)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("1", b"1", 1j, [1.0], object(), 10**400, torch.zeros(2), torch.zeros(0), torch.tensor(1j)),
+        torch.tensor(1.0, device="meta"),
+    ],
+)
 @pytest.mark.parametrize("kind", ["mean", "sum", "min", "max", "last"])
 def test_what_is_no_number_is_refused(train: Callable[..., Training], kind: str, value: Any) -> None:
     """At the line that gives it, with the metric's name."""

@@ -139,6 +139,11 @@ def test_views_of_all_sorts_are_read_as_torch_does() -> None:
     assert math.isnan(float(take_scalar("a", torch.tensor(math.nan))))
 
 
+def test_a_sparse_tensor_is_read() -> None:
+    """It has no memory of the usual kind."""
+    assert take_scalar("a", torch.tensor([3.0]).to_sparse()) == 3.0
+
+
 def test_a_complex_tensor_is_refused() -> None:
     """Half of it would be dropped."""
     with pytest.raises(llmtrack.UsageError, match="complex64"):

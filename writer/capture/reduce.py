@@ -26,6 +26,7 @@ from .cadence import Cadence
 from .metric import Kind, Metric
 from .reduction import Ranks, Reduction, is_distributed
 from .scalar import take_scalar
+from .setups import compare_setup
 from .throughput import (
     DATA_WAIT_S,
     MAX_MEMORY_BYTES,
@@ -101,7 +102,10 @@ class Reducer:
         groups = [None] if cadence is None else [None, *(g.name for g in cadence.groups.values() if g.metrics)]
         self._windows = {name: Window(name, max_metrics, self._device) for name in groups}
         self._metrics: dict[str, Metric] = {}
-        self._setup = _setup_number(every, max_metrics, cadence)
+        setup = _setup(every, max_metrics, cadence)
+        self._setup = float(int(setup[-12:], 16))
+        if is_distributed():
+            compare_setup(self._ranks.numbers, setup)
         self._reduction: Reduction | None = None
         self._arrived: tuple[Reduction, ...] = ()  # the newest first; a GPU may not be done with it
         self._known_meshes: set[DeviceMesh] = set()
@@ -125,9 +129,11 @@ class Reducer:
             UsageError: The name was given with another kind before, there is no room for it, or the value is no
                 number.
         """
-        metric = self._given(name, _MEAN)
-        if value is not None:
-            metric.add(take_scalar(name, value), take_scalar(name, weight))
+        if value is None:
+            self._given(name, _MEAN)
+            return
+        number, by = take_scalar(name, value), take_scalar(name, weight)
+        self._given(name, _MEAN).add(number, by)
 
     def sum(self, name: str, value: Tensor | SupportsFloat | None) -> None:
         """Add a value to a sum over micro-batches and ranks.
@@ -135,9 +141,10 @@ class Reducer:
         Raises:
             UsageError: As `mean`.
         """
+        number = None if value is None else take_scalar(name, value)
         metric = self._given(name, _SUM)
-        if value is not None:
-            metric.add(take_scalar(name, value), 1.0)
+        if number is not None:
+            metric.add(number, 1.0)
 
     def min(self, name: str, value: Tensor | SupportsFloat | None, *, names_rank: bool = True) -> None:
         """Take a value into a minimum over micro-batches and ranks; NaN wins.
@@ -166,9 +173,10 @@ class Reducer:
         Raises:
             UsageError: As `mean`.
         """
+        number = None if value is None else take_scalar(name, value)
         metric = self._given(name, _LAST)
-        if value is not None:
-            metric.keep(take_scalar(name, value))
+        if number is not None:
+            metric.keep(number)
 
     def grad_norm(self, value: Tensor | SupportsFloat | None, name: str = "train/grad_norm") -> None:
         """Keep what `clip_grad_norm_` returned: the global norm before clipping, whatever the parallelism.
@@ -227,15 +235,15 @@ class Reducer:
         """
         if self._is_off:
             return
-        at = index(step)
+        at, seen = _integer("step", step), _integer("tokens", tokens)
         self._steps += 1
         if self.throughput is not None:
-            self.throughput.end_step(index(tokens))
+            self.throughput.end_step(seen)
         if self.cadence is None and at % self.every:
             return
         due = [window for window in self._windows.values() if self._is_due(window, at)]
         if due:
-            self._reduce(at, index(tokens), due, is_full=True)
+            self._reduce(at, seen, due, is_full=True)
 
     def flush(self, step: SupportsIndex, tokens: SupportsIndex) -> None:
         """Reduce and log windows that are not full, on every rank: before a checkpoint, so that none straddles it.
@@ -245,7 +253,7 @@ class Reducer:
         """
         windows = [window for window in self._windows.values() if window.began_at < self._steps]
         if windows:
-            self._reduce(index(step), index(tokens), windows, is_full=False)
+            self._reduce(_integer("step", step), _integer("tokens", tokens), windows, is_full=False)
 
     def newest(self) -> tuple[int, dict[str, float]]:
         """Return the newest log step whose metrics have arrived, and these, on every rank; for the console, no wait.
@@ -354,14 +362,16 @@ class Reducer:
         self._run.alert("reducer", message, step, self._tokens, level="error")
 
     def _take(self, kind: Kind, name: str, value: Tensor | SupportsFloat | None, *, names_rank: bool) -> None:
+        number = None if value is None else take_scalar(name, value)
         metric = self._given(name, kind)
         metric.names_rank = names_rank
-        if value is not None:
-            metric.take(take_scalar(name, value))
+        if number is not None:
+            metric.take(number)
 
     def _given(self, name: str, kind: Kind, order: float = 2.0) -> Metric:
         metric = self._metrics.get(name)
         if metric is None:
+            _check_name(name)
             metric = self._metrics[name] = self._window_of(name).metric(name, kind, order)
         elif metric.kind is not kind or metric.order != order:
             raise UsageError(f"{metric} was given as {kind.value} now", hint="give it another name")
@@ -383,11 +393,32 @@ def _device(given: torch.device | str | None, group: dist.ProcessGroup | None) -
     return torch.empty(0, device=given).device  # with its index
 
 
-def _setup_number(every: int, max_metrics: int, cadence: Cadence | None) -> float:
-    """Return a number that is the same on ranks whose reducers do the same at every step."""
+def _setup(every: int, max_metrics: int, cadence: Cadence | None) -> str:
+    """Return words that are the same on ranks whose reducers do the same at every step; they end in a digest."""
     groups = () if cadence is None else (cadence.burst_steps, *cadence.groups.values())
-    digest = hashlib.blake2b(repr((every, max_metrics, groups)).encode(), digest_size=6).digest()
-    return float(int.from_bytes(digest, "little"))
+    digest = hashlib.blake2b(repr((every, max_metrics, groups)).encode(), digest_size=6).hexdigest()
+    table = "no cadence" if cadence is None else f"a cadence of {len(cadence.groups)} groups"
+    return f"every={every}, max_metrics={max_metrics}, {table}; digest {digest}"
+
+
+def _integer(what: str, value: SupportsIndex) -> int:
+    """Return a step or tokens; refused are on every rank the values that rank 0's run would refuse."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise UsageError(f"{what} is {value!r}", hint=f"give {what} as an integer from 0 on")
+    return number
+
+
+def _check_name(name: object) -> None:
+    try:
+        is_name = isinstance(name, str) and bool(name.encode())
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        raise UsageError(f"a metric is called {name!r}", hint="name it with a string such as 'train/loss'")
 
 
 def _partial_norm(value: Any) -> tuple[DTensor, float] | None:

@@ -53,14 +53,18 @@ def take_scalar(name: str, value: Tensor | SupportsFloat) -> Tensor | float:
     if value.dim() and value.numel() != 1:
         raise UsageError(f"{name!r} is a tensor of shape {tuple(value.shape)}", hint="reduce it first")
     if not value.is_cpu:
+        if value.is_meta:
+            raise UsageError(f"{name!r} is a tensor without a value", hint="give one that is on a device")
         value = value.reshape(()) if value.dim() else value
         return value.detach() if value.requires_grad else value
     at = _FLOATS.get(value.dtype)
-    # Half of a complex number that was conjugated is negative without being stored so: never the first of its storage.
-    if at is None or value.storage_offset():
+    try:
+        # Half of a conjugated complex number is negative without being stored so, and never the first of its storage.
+        if at is not None and not value.storage_offset() and (address := value.data_ptr()):
+            return at(address).value
+    except RuntimeError:  # a sparse one has no storage
         return _read_rare(name, value)
-    address = value.data_ptr()
-    return at(address).value if address else _read_rare(name, value)
+    return _read_rare(name, value)
 
 
 def _read_rare(name: str, value: Tensor) -> float:
@@ -77,8 +81,11 @@ def _read_rare(name: str, value: Tensor) -> float:
             return float(_FLOAT32.unpack(_BITS.pack(bits << 16))[0])  # the upper half of a float32
     if value.is_complex():
         raise UsageError(f"{name!r} is a tensor of {dtype}", hint="give a real number")
-    # One copy more, in the plainest form that there is: no lazy zero, no negative view.
-    plain = torch.empty((), dtype=torch.float64, device="cpu").copy_(value.detach().to_dense().reshape(()))
+    try:
+        # One copy more, in the plainest form that there is: no lazy zero, no negative view.
+        plain = torch.empty((), dtype=torch.float64, device="cpu").copy_(value.detach().to_dense().reshape(()))
+    except RuntimeError as error:
+        raise UsageError(f"{name!r} is a tensor without a value to read: {error}", hint="give a plain one") from error
     return ctypes.c_double.from_address(plain.data_ptr()).value
 
 

@@ -51,10 +51,11 @@ class Window:
         self.is_agreed = self.is_on_device = self.has_weights = False
         self.began_at = 0
         self.host_weights = array("d", bytes(_DOUBLE_BYTES * (limit + 1) * DEPTH))
-        self.sums = torch.zeros(limit + 1, 2, dtype=torch.float64, device=device)
-        self.values = torch.zeros(limit + 1, DEPTH, dtype=torch.float64, device=device)
-        self.weights = torch.zeros_like(self.values)
-        self._empty = self.sums.clone()
+        with torch.inference_mode(False):  # else they could not be changed outside of it
+            self.sums = torch.zeros(limit + 1, 2, dtype=torch.float64, device=device)
+            self.values = torch.zeros(limit + 1, DEPTH, dtype=torch.float64, device=device)
+            self.weights = torch.zeros_like(self.values)
+            self._empty = self.sums.clone()
         self._sorted: tuple[Metric, ...] | None = None
         self._slots: Tensor | None = None
 
