@@ -155,6 +155,7 @@ class Replay:
             SinkError: The tracker does not answer, or refused; what was accepted is in the cursor.
         """
         self._forget_all_but({run.ref for run in there})
+        moved: Exception | None = None
         for pause_s in _MOVED_S:
             try:
                 self._replay(there)

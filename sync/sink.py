@@ -54,7 +54,10 @@ SUPERSEDED: Final = "superseded"
 REPLACED: Final = "replaced"  # a canonical run of an earlier generation, or a side run about to be deleted
 
 _GROUP: Final = "llmtrack.sinks"
-_BUILT_IN: Final = {"mlflow": "llmtrack.sync.mlflow_sink:MlflowSink"}  # for a checkout that is not installed
+_BUILT_IN: Final = {  # for a checkout that is not installed
+    "mlflow": "llmtrack.sync.mlflow_sink:MlflowSink",
+    "wandb": "llmtrack.sync.wandb_sink:WandbSink",
+}
 
 
 class Record(NamedTuple):

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,6 +25,8 @@ import pytest
 from llmtrack.sync.cli import main
 from llmtrack.writer.format import EVALS_FOLDER, HEARTBEAT, SCHEMAS, part_name, segment_folder
 from llmtrack.writer.log.stream import PartWriter
+from tests.wandb_server import Run as WandbRun
+from tests.wandb_server import WandbServer, serving
 
 EPOCH = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
@@ -257,6 +259,7 @@ class Tracker:
 
     uri: str
     database: Path
+    to: ClassVar[str] = "mlflow"
 
     def runs(self, project: str) -> list[Stored]:
         """Read the runs of an experiment that are not deleted, with nothing but SQLite."""
@@ -315,6 +318,45 @@ class Tracker:
         con.close()
 
 
+@dataclass(frozen=True)
+class WandbTracker(Tracker):
+    """A W&B server on loopback, whose runs are shown as MLflow's are; `database` is none."""
+
+    server: WandbServer
+    to: ClassVar[str] = "wandb"
+
+    def runs(self, project: str) -> list[Stored]:
+        """Read the runs of a project out of the server's memory."""
+        return [self._stored(run) for run in self.server.find(project)]
+
+    def _stored(self, run: WandbRun) -> Stored:
+        about = run.about
+        tags = {f"llmtrack.{name}": str(value) for name, value in about.items()}
+        tags |= {f"llmtrack.name.{key}": name for key, name in (about.get("names") or {}).items()}
+        tags |= {"mlflow.parentRunId": str(about.get("parent_ref")), "mlflow.runColor": "#"}
+        status = "KILLED" if about.get("status") == "killed" and run.state == "failed" else run.state.upper()
+        points: Counter[Point] = Counter()
+        for row in run.rows:
+            place = (row["tokens_seen"], round(row["_timestamp"] * 1000))
+            hidden = {"tokens_seen", "_timestamp", "_step", "_runtime", "segment", "checkpoint"}
+            points.update((key, *place, float(value)) for key, value in row.items() if key not in hidden)
+        return Stored(
+            run.name,
+            run.display_name,
+            status,
+            _ms(about["start_time"]),
+            _ms(about["end_time"]) if "end_time" in about else None,
+            "",
+            tags,
+            {key: str(value) for key, value in run.values.items()},
+            points,
+        )
+
+
+def _ms(time: str) -> int:
+    return round(dt.datetime.fromisoformat(time).timestamp() * 1000)
+
+
 class Bench:
     """A log and a tracker, and the command that replays the one into the other."""
 
@@ -327,7 +369,7 @@ class Bench:
     @property
     def arguments(self) -> list[str]:
         """What every call of the command gets."""
-        place = ["--to", "mlflow", "--tracking-uri", self.tracker.uri, "--state", str(self.state)]
+        place = ["--to", self.tracker.to, "--tracking-uri", self.tracker.uri, "--state", str(self.state)]
         return [str(self.log.root), *place, "--timeout", "60"]
 
     def sync(self, *options: str, expect: int = 0) -> list[dict[str, Any]]:
@@ -415,7 +457,28 @@ def log(tmp_path: Path) -> Log:
     return Log(root, f"project-{next(_numbers)}")
 
 
-@pytest.fixture(params=["embedded", "server"])
+@pytest.fixture
+def wandb_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    """A W&B server on loopback, and an environment that has its key."""
+    pytest.importorskip("wandb", reason="the W&B client is not installed")
+    with serving() as server:
+        monkeypatch.setenv("WANDB_API_KEY", server.key)
+        yield server
+
+
+@pytest.fixture
+def wandb_tracker(wandb_server: WandbServer) -> WandbTracker:
+    """The same as a tracker of the contract."""
+    return WandbTracker(wandb_server.url, Path(), wandb_server)
+
+
+@pytest.fixture(params=["embedded", "wandb_tracker"])
+def each(request: pytest.FixtureRequest, log: Log, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """The log and one tracker of each kind."""
+    return Bench(log, request.getfixturevalue(request.param), tmp_path / "state", capsys)
+
+
+@pytest.fixture(params=["embedded", "server", "wandb_tracker"])
 def bench(request: pytest.FixtureRequest, log: Log, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
     """The log and each tracker in turn."""
     return Bench(log, request.getfixturevalue(request.param), tmp_path / "state", capsys)

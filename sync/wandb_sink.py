@@ -1,0 +1,495 @@
+"""Replays into Weights & Biases with the real client. `docs/WANDB.md` says what a run looks like there."""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import itertools
+import json
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from llmtrack.writer.errors import LlmtrackError, RejectedError, UsageError
+
+from . import wandb_client
+from .figures import Figures
+from .sink import CANONICAL, SUPERSEDED, Encoder, Record, RunSpec, TrackerRun
+from .story import Story, StoryPoint
+from .wandb_client import DeletedIdError
+from .wandb_encode import KEY, OURS, RowReader, WandbEncoder, config_of, figures_of, key_of, summary_of, told_records
+from .wandb_pace import Pace
+from .wandb_session import Session
+
+_BATCH_ROWS: Final = 500
+_PAGE_ROWS: Final = 1000
+_ID_TRIES: Final = 20  # ids of deleted runs that are passed over
+_FRESH_S: Final = 3600.0  # an alert older than this wakes nobody up
+_NAME_CHARS: Final = 128
+_TAG: Final = "llmtrack"
+_ALIKE: Final = {"running": {"running"}, "finished": {"finished"}, "failed": {"failed", "crashed", "killed"}}
+_EXIT: Final = {"finished": 0, "failed": 1, "killed": 1}
+_LEVELS: Final = {"info": "INFO", "warning": "WARN", "warn": "WARN", "error": "ERROR", "critical": "ERROR"}
+_HOST_COLUMN: Final = 3  # of the table of segments in a note
+_ID: Final = re.compile(r"[A-Za-z0-9._-]{0,40}")
+
+
+class WandbSink:
+    """The sink ``wandb``. W&B keeps rows in the order in which they come, and never takes one back.
+
+    So a run of which something may be on its way is compared before more is sent, and every session begins only where
+    the server's count of rows equals ours.
+
+    Args:
+        uri: Address of the server.
+        timeout_s: Seconds without any row arriving after which it counts as not reachable.
+        id_prefix: Put before every run id.
+        max_rows_per_minute: For all runs together.
+    """
+
+    name = wandb_client.NAME
+    lanes = 1
+    batch_records = _BATCH_ROWS
+    repeats = False
+
+    def __init__(
+        self, uri: str | None, *, timeout_s: float, id_prefix: str = "", max_rows_per_minute: int | None = None
+    ) -> None:
+        self._url = wandb_client.resolve_url(uri)
+        if not _ID.fullmatch(id_prefix):
+            raise UsageError(f"{id_prefix!r} cannot be part of a W&B id", hint="letters, digits, '.', '_' and '-'")
+        self._prefix = id_prefix
+        self._timeout_s = timeout_s
+        self._pace = Pace(max_rows_per_minute)
+        self._entity = os.environ.get("WANDB_ENTITY") or ""
+        self._open_api: Any = None
+        self._api_of = -1
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._sessions: dict[str, Session] = {}
+        self._failed: dict[str, LlmtrackError] = {}
+        self._rows: dict[str, int] = {}  # by run, as the server told or accepted
+        self._names: dict[str, list[str]] = {}
+        self.tracker = f"{self._url}/{self._entity}{'#' + id_prefix if id_prefix else ''}"
+        self.look = self._url
+
+    def open(self) -> None:
+        """Contact the server."""
+        wandb_client.require_key(self._url)
+        with wandb_client.translated(self._url):
+            if not self._entity:
+                self._entity = self._api.default_entity or ""
+        if not self._entity:
+            raise UsageError(f"{self._url} does not say whose runs these are", hint="WANDB_ENTITY=TEAM_OR_USER")
+
+    def close(self) -> None:
+        """End the client's service, whatever it is at: what did not arrive is sent by the next sync."""
+        unfinished = bool(self._sessions)
+        self._sessions.clear()
+        self._open_api = None
+        wandb_client.stop_service(at_once=unfinished)
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    @property
+    def _api(self) -> Any:
+        with self._lock:
+            if self._open_api is None or self._api_of != wandb_client.stops():
+                wandb = wandb_client.load(self._url)
+                timeout = max(1, int(min(self._timeout_s, wandb_client.REQUEST_S)))
+                overrides = {"base_url": self._url} | ({"entity": self._entity} if self._entity else {})
+                self._api_of = wandb_client.stops()
+                self._open_api = wandb.Api(overrides=overrides, timeout=timeout)
+            return self._open_api
+
+    # What is there.
+
+    def list_runs(self, project: str, run_ids: Sequence[str]) -> list[TrackerRun]:
+        """Return every run of these in W&B that carries our dictionary, oldest first."""
+        wanted = set(run_ids)
+        found: dict[str, Any] = {}
+        with wandb_client.translated(self._url):
+            filters = {f"config.{OURS}.value.run_id": {"$in": sorted(wanted)}}
+            try:
+                for run in self._api.runs(f"{self._entity}/{project}", filters=filters, lazy=False, per_page=100):
+                    found[run.id] = run
+            except Exception as error:
+                if not wandb_client.is_missing(error):
+                    raise
+            for run_id in run_ids:  # a search may not know yet what was made a moment ago
+                ref = self._prefix + run_id
+                if ref not in found and (run := self._get(project, ref)) is not None:
+                    found[ref] = run
+        runs = [self._tracker_run(run) for run in found.values()]
+        ours = [run for run in runs if run is not None and run.run_id in wanted]
+        return sorted(ours, key=lambda run: (str(run.native.created_at), run.ref))
+
+    def _get(self, project: str, ref: str) -> Any:
+        api = self._api
+        api.flush()  # or it answers what it was told the last time
+        try:
+            return api.run(f"{self._entity}/{project}/{ref}")
+        except Exception as error:
+            if wandb_client.is_missing(error):
+                return None
+            raise
+
+    def _tracker_run(self, native: Any) -> TrackerRun | None:
+        about = _about(native)
+        if not {"run_id", "kind"} <= about.keys() or about.get("prefix", "") != self._prefix:
+            return None
+        rows = _row_count(native)
+        self._rows[native.id] = rows
+        segment = about.get("segment")
+        return TrackerRun(
+            ref=native.id,
+            run_id=str(about["run_id"]),
+            kind=str(about["kind"]),
+            segment=int(segment) if segment is not None else None,
+            generation=int(about.get("generation", 1)),
+            newest={KEY: Record(KEY, rows, 0, 0.0)} if rows else {},
+            url=native.url,
+            native=native,
+        )
+
+    # Making and marking runs.
+
+    def create(self, spec: RunSpec) -> TrackerRun:
+        """Make a run with everything that is said of it; rows come later."""
+        base = self._prefix + _id_of(spec)
+        for number in range(1, _ID_TRIES + 1):
+            ref = base if number == 1 else f"{base}-{number}"
+            there = self._find(spec.project, ref)
+            if there is not None:
+                ours = self._tracker_run(there)
+                if ours is None or (ours.run_id, ours.kind, ours.segment) != (spec.run_id, spec.kind, spec.segment):
+                    raise RejectedError(
+                        f"the id {ref} is taken by a run in W&B that is not this one",
+                        sink=self.name,
+                        run_id=spec.run_id,
+                        hint="give all ids a prefix of their own with --wandb-id-prefix",
+                    )
+                return ours
+            try:
+                self._make(spec, ref)
+            except DeletedIdError:
+                continue
+            made = self._find(spec.project, ref)
+            if made is not None and (run := self._tracker_run(made)) is not None:
+                return run
+            raise RejectedError(
+                f"W&B does not show the run {ref} that was just made", sink=self.name, run_id=spec.run_id
+            )
+        raise RejectedError(f"{_ID_TRIES} runs called {base} were deleted in W&B", sink=self.name, run_id=spec.run_id)
+
+    def _find(self, project: str, ref: str) -> Any:
+        with wandb_client.translated(self._url, ref):
+            return self._get(project, ref)
+
+    def _make(self, spec: RunSpec, ref: str) -> None:
+        session = self._session(spec.project, ref)
+        config = config_of(spec.config, spec.recipe) | {OURS: self._about_of(spec)}
+        session.open(
+            0,
+            name=_name(spec),
+            group=self._group(spec),
+            job_type=None if spec.kind == CANONICAL else spec.kind,
+            tags=_tags(spec),
+            notes=_note(spec.note) or None,
+            config=config,
+        )
+        session.close()
+
+    def _session(self, project: str, ref: str, exit_code: int | None = None) -> Session:
+        self._failed.pop(ref, None)
+        with self._lock:
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="llmtrack-wandb-")
+            folder = Path(self._folder.name) / str(next(self._numbers))
+        return Session(
+            self._url,
+            (self._entity, project, ref),
+            folder,
+            timeout_s=self._timeout_s,
+            count=lambda: self._count(project, ref),
+            pace=self._pace,
+            exit_code=exit_code,
+        )
+
+    def _count(self, project: str, ref: str) -> int:
+        native = self._find(project, ref)
+        return 0 if native is None else _row_count(native)
+
+    def _group(self, spec: RunSpec) -> str:
+        """Return the id of the root of the lineage: the parent's group, as far as W&B has the parent."""
+        if spec.parent is not None:
+            parent = self._find(spec.project, spec.parent)
+            if parent is not None and parent.group:
+                return str(parent.group)
+        return spec.facts.get("parent_run") or spec.run_id
+
+    def _about_of(self, spec: RunSpec) -> dict[str, Any]:
+        about: dict[str, Any] = {
+            "run_id": spec.run_id,
+            "kind": spec.kind,
+            "generation": spec.generation,
+            "status": spec.status,
+            "start_time": _iso(spec.start_ms),
+        }
+        if spec.segment is not None:
+            about["segment"] = spec.segment
+        if spec.end_ms is not None:
+            about["end_time"] = _iso(spec.end_ms)
+        if self._prefix:
+            about["prefix"] = self._prefix
+        if spec.parent is not None:
+            about["parent_ref"] = spec.parent
+        about |= {name: value for name, value in spec.facts.items() if name != "host"}
+        if spec.kind == CANONICAL:
+            about["described"] = _digest(json.dumps([spec.config, spec.recipe], sort_keys=True))
+            about["note"] = _digest(_note(spec.note))
+        return about
+
+    def update(self, run: TrackerRun, spec: RunSpec) -> TrackerRun:
+        """Make a run what the spec says, and send only what differs."""
+        native = run.native
+        changed = self._change(native, spec)
+        wanted = "failed" if spec.status == "killed" else spec.status
+        ended = native.state not in _ALIKE[wanted]
+        if not (changed or ended):
+            return run
+        with wandb_client.translated(self._url, run.run_id):
+            if changed:
+                native.update()
+        if ended:
+            session = self._session(spec.project, run.ref, _EXIT.get(spec.status))
+            session.open(self._rows[run.ref])
+            session.close()
+        found = self._find(spec.project, run.ref)
+        updated = None if found is None else self._tracker_run(found)
+        if updated is None:
+            raise RejectedError(f"the run {run.ref} is not in W&B any more", sink=self.name, run_id=run.run_id)
+        return updated
+
+    def _change(self, native: Any, spec: RunSpec) -> bool:
+        """Write into the client's object what differs; return whether anything did."""
+        about, there = self._about_of(spec), _about(native)
+        kept = {name: there[name] for name in ("names", "told", "alerted") if name in there}
+        changed = False
+        if about | kept != there:
+            if spec.config and about.get("described") != there.get("described"):
+                for key, value in config_of(spec.config, spec.recipe).items():
+                    native.config.setdefault(key, value)
+            native.config[OURS] = about | kept
+            changed = True
+        if spec.kind != CANONICAL and native.name != _name(spec):  # a user may rename the curve itself
+            native.name = _name(spec)
+            changed = True
+        note = _note(spec.note)
+        if note and note != (native.notes or "") and _digest(native.notes or "") in {there.get("note"), _digest("")}:
+            native.notes = note
+            changed = True
+        tags = [tag for tag in native.tags or [] if tag not in _OUR_TAGS] + _tags(spec)
+        if sorted(tags) != sorted(native.tags or []):
+            native.tags = tags
+            changed = True
+        if spec.kind not in {CANONICAL, str(native.job_type)}:
+            native.job_type = spec.kind
+            changed = True
+        return changed
+
+    def prepare(self, run: TrackerRun, names: Iterable[str]) -> dict[str, str]:
+        """Write down what the names that we cannot use are called there, in our dictionary."""
+        names = list(names)
+        self._names[run.ref] = [key_of(name) for name in names]
+        mapped = {name: key for name in names if (key := key_of(name)) != name}
+        about = _about(run.native)
+        known = dict(about.get("names") or {})
+        lacking = {key: name for name, key in mapped.items() if known.get(key) != name}
+        if lacking:
+            run.native.config[OURS] = about | {"names": known | lacking}
+            with wandb_client.translated(self._url, run.run_id):
+                run.native.update()
+        return mapped
+
+    # Rows.
+
+    def encoder(self, segment: int) -> Encoder:
+        """Return an encoder for one part of a segment."""
+        return WandbEncoder(segment)
+
+    def append(self, run: TrackerRun, records: Sequence[Record]) -> None:
+        """Hand rows to the client; `flush` says whether they arrived."""
+        self._opened(run).log([record.content for record in records])
+
+    def _opened(self, run: TrackerRun) -> Session:
+        session = self._sessions.get(run.ref)
+        if session is None:
+            session = self._session(run.native.project, run.ref)
+            session.open(self._rows[run.ref], self._names.get(run.ref, ()))
+            self._sessions[run.ref] = session
+        return session
+
+    def flush(self, run: TrackerRun, figures: Callable[[], list[Figures]]) -> None:
+        """Close the session: everything has arrived when this returns."""
+        if run.ref in self._failed:
+            raise self._failed[run.ref]
+        session = self._sessions.pop(run.ref, None)
+        if session is None:
+            return
+        try:
+            session.say(summary=summary_of(figures()))
+            session.close()
+        except LlmtrackError as error:
+            self._failed[run.ref] = error
+            raise
+        self._rows[run.ref] = session.rows
+        run.native.load(force=True)
+
+    def tell(self, run: TrackerRun, story: Story) -> list[str]:
+        """Add the rows of evaluations and alerts that are not there, and have W&B send fresh alerts on."""
+        points = story.points()
+        rows = told_records(points)
+        lacking = self._lacking(run, rows)
+        alerts = self._fresh(run, story) if story.kind == CANONICAL else []
+        names = sorted({key_of(point.name) for point in points})
+        if lacking or alerts:
+            self._names[run.ref] = names
+            session = self._opened(run)
+            try:
+                session.log([record.content for record in lacking])
+                if alerts:
+                    ids = [str(alert.alert_id) for alert in alerts]
+                    there = [*(_about(run.native).get("alerted") or []), *ids]
+                    session.say(config={OURS: _about(run.native) | {"alerted": there[-100:]}})
+                for alert in alerts:
+                    text = f"{alert.message or ''}\n\n{alert.tokens} tokens, step {alert.step}, segment {alert.segment}"
+                    title = f"{alert.rule} {alert.metric or ''}".strip()
+                    session.alert(title, text.strip(), _LEVELS.get(str(alert.level).lower(), "WARN"))
+                self.flush(run, lambda: figures_of(points))
+            finally:
+                self._sessions.pop(run.ref, None)
+            self._end_again(run)
+        if lacking and self._lacking(run, lacking):
+            raise RejectedError(
+                "W&B accepted rows of evaluations and alerts, and they are not there",
+                sink=self.name,
+                run_id=run.run_id,
+                hint="sync again: only what is lacking is sent",
+            )
+        mapped = {point.name: key for point in points if (key := key_of(point.name)) != point.name}
+        return [f"the metric {name!r} is called {key!r} there" for name, key in mapped.items()]
+
+    def _end_again(self, run: TrackerRun) -> None:
+        """End a run that had ended: to add a row is to resume it."""
+        status = str(_about(run.native).get("status"))
+        if status in _EXIT:
+            session = self._session(run.native.project, run.ref, _EXIT[status])
+            session.open(self._rows[run.ref])
+            session.close()
+            run.native.load(force=True)
+
+    def _lacking(self, run: TrackerRun, rows: Sequence[Record]) -> list[Record]:
+        """Return the rows that the run does not hold, by reading all of them back."""
+        if not rows or not self._rows.get(run.ref):
+            return list(rows)
+        there = {record[:4] for record in self.read(run, KEY)}
+        return [record for record in rows if record[:4] not in there]
+
+    def _fresh(self, run: TrackerRun, story: Story) -> list[Any]:
+        since = (time.time() - _FRESH_S) * 1000
+        done = set(_about(run.native).get("alerted") or ())
+        return [a for a in story.alerts if a.is_raised and a.time_ms >= since and str(a.alert_id) not in done]
+
+    def told(self, points: Iterable[StoryPoint]) -> list[Record]:
+        """Return the rows of a story's points."""
+        return told_records(points)
+
+    # Reading back.
+
+    def keys(self, run: TrackerRun) -> list[str]:
+        """Return the one key, if there are rows."""
+        return [KEY] if self._rows.get(run.ref) else []
+
+    def read(self, run: TrackerRun, key: str, *, skip: int = 0) -> Iterator[Record]:
+        """Read rows back in the order of their number."""
+        if key != KEY:
+            return
+        reader = RowReader()
+        with wandb_client.translated(self._url, run.run_id):
+            native = self._get(run.native.project, run.ref)
+            if native is None:
+                return
+            for row in native.scan_history(page_size=_PAGE_ROWS, min_step=skip, use_cache=False):
+                yield reader.record(row)
+
+    def delete(self, run: TrackerRun) -> None:
+        """Delete a run; its id is gone for ever."""
+        native = self._find(run.native.project, run.ref)
+        if native is not None:
+            with wandb_client.translated(self._url, run.run_id):
+                native.delete()
+
+
+_OUR_TAGS: Final = {_TAG, CANONICAL, "provisional", SUPERSEDED, "replaced"}
+
+
+def _id_of(spec: RunSpec) -> str:
+    generation = f"-g{spec.generation}" if spec.generation > 1 else ""
+    if spec.segment is None:
+        return spec.run_id + generation
+    first = spec.facts.get("first_tokens", "0")
+    return f"{spec.run_id}-s{spec.segment}-{'x' if spec.kind == SUPERSEDED else 'p'}{first}{generation}"
+
+
+def _name(spec: RunSpec) -> str:
+    return spec.name if len(spec.name) <= _NAME_CHARS else f"{spec.name[: _NAME_CHARS - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _tags(spec: RunSpec) -> list[str]:
+    return [_TAG, spec.kind]
+
+
+def _note(note: str) -> str:
+    """Return a note for W&B: without host names, and without pointing to what only MLflow has."""
+    lines = []
+    within = False
+    for line in note.split("\n"):
+        if line.startswith("| segment | from tokens |"):
+            within = True
+        elif not line.startswith("|"):
+            within = False
+        if within and line.count(" | ") > _HOST_COLUMN:
+            cells = line.split(" | ")
+            line = " | ".join([*cells[:_HOST_COLUMN], *cells[_HOST_COLUMN + 1 :]])  # noqa: PLW2901
+        if not line.startswith("Whole tables: artifacts"):
+            lines.append(line)
+    return "\n".join(lines).replace("The x-axis (step) is", "The x-axis (`tokens_seen`) is").strip()
+
+
+def _about(native: Any) -> dict[str, Any]:
+    about = native.config.get(OURS)
+    return dict(about) if isinstance(about, dict) else {}
+
+
+def _row_count(native: Any) -> int:
+    """Return how many rows a run has: what the client will number the next row with."""
+    attributes = native._attrs  # noqa: SLF001 - the public names for these two ask the server again
+    last = (attributes.get("historyKeys") or {}).get("lastStep", -1)
+    summary = native.summary_metrics.get("_step", -1)
+    return max(int(attributes.get("historyLineCount") or 0), int(last) + 1, int(summary) + 1)
+
+
+def _iso(ms: int) -> str:
+    return dt.datetime.fromtimestamp(ms / 1000, dt.UTC).isoformat(timespec="milliseconds")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
