@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,15 +54,20 @@ class Browser:
     def __init__(self, program: str, profile: Path) -> None:
         commands_out, self._commands = os.pipe()
         self._answers, answers_in = os.pipe()
+        # Chromium takes its commands from file descriptor 3 and answers on 4.
+        become = "import os, sys; a, b = map(int, sys.argv[1:3]); os.dup2(b, 14); os.dup2(a, 3); os.dup2(14, 4); "
+        become += "os.execv(sys.argv[3], sys.argv[3:])"
         self._process = subprocess.Popen(
             [
-                "/bin/sh", "-c", f'exec "$0" "$@" 3<&{commands_out} 4>&{answers_in}', program, *_OPTIONS,
-                f"--user-data-dir={profile}", "about:blank",
+                *(sys.executable, "-c", become, str(commands_out), str(answers_in)),
+                *(program, *_OPTIONS, f"--user-data-dir={profile}", "about:blank"),
             ],
-            pass_fds=(commands_out, answers_in), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            pass_fds=(commands_out, answers_in),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-        )  # fmt: skip
+        )
         os.close(commands_out)
         os.close(answers_in)
         self._number = 0
@@ -70,6 +76,13 @@ class Browser:
         self.errors: list[str] = []
         self.requests: list[str] = []
         self._loaded = False
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self) -> None:
         page = next(one for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page")
         attached = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)
         self._session = attached["sessionId"]

@@ -245,3 +245,62 @@ def large_root(root: Path, rows: int, metrics: int, *, run_id: str = "large", sp
         writer.close(ended=False)
         seal_part(folder / part_name("metrics", 1))
     return root
+
+
+HOSTILE: Final = (
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror=window.hacked=1>",
+    '" onmouseover="window.hacked=1" x=\'',
+    "' autofocus onfocus=window.hacked=1 '",
+    "]]>--><!--<svg onload=window.hacked=1>",
+    "${window.hacked = 1}`{{7*7}}",
+    "javascript:window.hacked=1",
+    "\x00\x07\x1b[31mred\x7f\x9b\r\nnext line",
+    "\u202eright to left\u2066 \u2028 \u2029 \ufeff",
+    "&lt;b&gt; &amp; &#x3c;",
+    "日本語 🦙 $\\frac{1}{2}$ _under_",
+    "long " * 20_000,
+)
+
+
+def hostile_root(root: Path) -> Path:
+    """Make a run every text of which would like to be something else than a text."""
+    joined = " ".join(HOSTILE[:9])
+    folder = segment_folder(root, "hostile", 1)
+    config = json.dumps({text: {text: index} for index, text in enumerate(HOSTILE)})
+    start = {"seq": 1, "tokens": 0, "step": 0, "time": BEGIN, "phase": "start", "project": joined, "run_name": joined}
+    start |= {"config": config, "recipe": config, "host": joined, "git_commit": joined, "versions": "no JSON <b>"}
+    write_part(folder, "segments", [start | {"world_size": 8}])
+    rows = [
+        {
+            "seq": 2 + at,
+            "tokens": 10 * at,
+            "step": at,
+            "time": BEGIN + dt.timedelta(seconds=at),
+            "name": name,
+            "value": 1.0 + at,
+        }
+        for name in HOSTILE
+        for at in range(1, 6)
+    ]
+    write_part(folder, "metrics", sorted(rows, key=lambda row: row["seq"]))
+    alerts = [
+        {
+            "seq": 100 + index, "tokens": 20, "step": 2, "time": BEGIN, "alert_id": text, "rule": text, "level": text,
+            "metric": text, "message": text, "batch_hash": text, "batch_ids": [text] * 40, "phase": "raised",
+        }
+        for index, text in enumerate(HOSTILE)
+    ]  # fmt: skip
+    write_part(folder, "alerts", alerts)
+    saved = [
+        {"seq": 200 + index, "tokens": 20 + index, "step": 2, "time": BEGIN, "ckpt_id": f"c{index}", "path": text}
+        for index, text in enumerate(HOSTILE)
+    ]
+    write_part(folder, "checkpoints", saved)
+    gap = {"seq": 300, "tokens": 30, "step": 3, "time": BEGIN, "first_tokens": 20, "last_tokens": 30, "points": 5}
+    write_part(folder, "gaps", [{**gap, "reason": text} for text in HOSTILE])
+    end = {"seq": 400, "tokens": 50, "step": 5, "time": BEGIN + dt.timedelta(seconds=9), "phase": "end"}
+    write_part(folder, "segments", [{**end, "exit": "failed", "detail": joined}], part=2)
+    for index, text in enumerate(HOSTILE[:4]):
+        llmtrack.log_eval(root, f"c{index}", text, {text: 0.5}, harness=text, harness_version=text)
+    return root

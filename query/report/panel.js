@@ -169,7 +169,10 @@ class Panel {
   rangeY(low, high) {
     if (low === null || low === undefined) return [this.page.state.logy ? 0.1 : 0, 1];
     if (this.page.state.clip) [low, high] = this.withoutSpikes(low, high);
-    if (this.page.state.logy) return uPlot.rangeLog(low, high, 10, false);
+    if (this.page.state.logy) {
+      const room = Math.max((high / low) ** 0.05, 1.02);
+      return [low / room, high * room];
+    }
     const room = (high / 2 - low / 2) * 0.12 || Math.abs(high) * 0.1 || 1;
     return [low - room, high + room];
   }
