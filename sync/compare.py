@@ -7,11 +7,13 @@ what the tracker holds are kept, nine bytes a record, for a bounded number of ke
 from __future__ import annotations
 
 import hashlib
+import random
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from struct import Struct
 from typing import Final, TypeVar
 
@@ -23,6 +25,7 @@ T = TypeVar("T")
 _IDENTITY: Final = Struct("<qqd")
 _HASH_BITS: Final = 0xFFFF_FFFF_FFFF_FFFF
 _GROUP_RECORDS: Final = 4_000_000  # 36 MB
+_SAMPLE: Final = 8  # one key in so many is read whole when not all are
 _MATCHED: Final = 1
 _MISPLACED: Final = 2
 _TOLD: Final = 3
@@ -142,9 +145,14 @@ def compare_beyond(
     *,
     told: Iterable[Record],
     counts: Mapping[str, int],
+    newest: Mapping[str, Record],
+    sample: bool,
     on_read: Callable[[int], None],
 ) -> dict[str, int] | None:
     """Read back only what came after an earlier comparison.
+
+    A key to which one record came is not read when that is the newest one of which the tracker's list of runs tells:
+    its content was seen there.
 
     Args:
         sink: The tracker.
@@ -153,6 +161,8 @@ def compare_beyond(
         expected: What should have come since.
         told: What may have come since, and need not.
         counts: How many records it held then, by key.
+        newest: The newest record by key, as the tracker told it after everything was accepted.
+        sample: Read all of a random eighth of the keys; of the others see that there are as many as there should be.
         on_read: Called with numbers of records that were read back, from several threads.
 
     Returns:
@@ -161,11 +171,21 @@ def compare_beyond(
     """
     wanted = Digests()
     wanted.add(expected)
-
     beside = frozenset((record.key, *record[1:4]) for record in told)
+    beside_keys = {key for key, *_ in beside}
+    seen = {key for key, one in wanted.by_key.items() if key in newest and one == (1, _hash(newest[key]))}
+    unseen = sorted(wanted.by_key.keys() - seen)
+    read_whole = set(random.sample(unseen, -(-len(unseen) // _SAMPLE)) if sample else unseen) | beside_keys
 
     def digest(key: str) -> tuple[Digests, int]:
         found, more = Digests(), 0
+        if key not in read_whole:
+            count = wanted.by_key[key][0]
+            last = list(islice(sink.read(run, key, skip=counts.get(key, 0) + count - 1), 2))
+            on_read(len(last))
+            if len(last) == 1:
+                found.by_key[key] = wanted.by_key[key]
+            return found, more
         for record in sink.read(run, key, skip=counts.get(key, 0)):
             if record[:4] in beside:
                 more += 1
@@ -174,9 +194,9 @@ def compare_beyond(
         on_read(found.count() + more)
         return found, more
 
-    found = Digests()
-    held = dict(counts)
-    for digests, more in _in_lanes(sink, patience, digest, sorted(wanted.by_key)):
+    found = Digests({key: wanted.by_key[key] for key in seen})
+    held = {**counts, **{key: counts.get(key, 0) + 1 for key in seen}}
+    for digests, more in _in_lanes(sink, patience, digest, unseen):
         found.by_key.update(digests.by_key)
         for key, (count, _) in digests.by_key.items():
             held[key] = counts.get(key, 0) + count + more

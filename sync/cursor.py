@@ -60,6 +60,7 @@ class Held:
         compared: How far all that the tracker holds was read back and compared, by segment.
         counts: How many records it held then, by key.
         told: Digest of the story that it was told; None while it was told none.
+        sampled: Not every record up to `compared` was compared: the counts of all keys were, and all of some keys.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Held:
     compared: dict[int, Mark] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     told: str | None = None
+    sampled: bool = False
 
 
 @dataclass
@@ -127,7 +129,8 @@ def _held(content: dict[str, Any]) -> Held:
         raise TypeError("a cursor's fields have their types")
     counts = {str(key): int(count) for key, count in content["counts"].items()}
     marks, goal, compared = (_marks(content[name]) for name in ("marks", "goal", "compared"))
-    return Held(str(content["kind"]), segment, marks, goal, newest, compared, counts, told)
+    sampled = bool(content.get("sampled"))
+    return Held(str(content["kind"]), segment, marks, goal, newest, compared, counts, told, sampled)
 
 
 def _marks(content: dict[str, Any]) -> dict[int, Mark]:

@@ -247,7 +247,11 @@ class Replay:
         if held is not None and held.newest in sure and self._still_belongs(target, held):
             target.run, target.marks, target.told = run, dict(held.marks), held.told
             target.began, target.compared, target.counts = dict(held.marks), held.compared, held.counts
-            target.verified = held.newest is not None and target.is_complete()
+            if held.sampled and self._options.verify == "full":
+                target.compared, target.counts = {}, {}
+            target.sampled = held.sampled and bool(target.compared)
+            is_sure = self._options.verify == "off" or target.is_compared()
+            target.verified = held.newest is not None and target.is_complete() and is_sure
             return True
         comparison = self._compare(target, run)
         self._has_changed = True
@@ -338,12 +342,12 @@ class Replay:
         else:
             self._send_rest(target)
         target.complete()
-        self._remember(target, target.marks)
 
     def _send_rest(self, target: Target) -> None:
         """Send everything beyond the marks, and move them as it is accepted."""
-        self._remember(target, target.marks)
-        saved = time.monotonic()
+        if target.there.ref in self._cursor.runs:  # a new run that is killed before the first mark is looked at whole
+            self._remember(target, target.marks)
+        began = saved = time.monotonic()
         sender = self._sender(target)
         try:
             with sender:
@@ -358,6 +362,8 @@ class Replay:
         except BaseException:
             self._remember(target, target.marks | sender.accepted)
             raise
+        if time.monotonic() - began > _SAVE_S:  # reading back takes its time, too
+            self._remember(target, target.marks | sender.accepted)
 
     def _fill_holes(self, target: Target) -> None:
         """Send what a comparison finds lacking; until all of it is there, only another comparison says what is."""
@@ -384,12 +390,17 @@ class Replay:
 
         return Sender(self._sink, target.there, self._patience, accepted, flush)
 
-    def _remember(self, target: Target, marks: Mapping[int, Mark], newest: str | None = None) -> None:
+    def _remember(self, target: Target, marks: Mapping[int, Mark]) -> None:
+        """Let a crash from here on find that something may be on its way, and how much has arrived."""
+        self._hold(target, marks, None)
+        self._cursor.save()
+
+    def _hold(self, target: Target, marks: Mapping[int, Mark], newest: str | None) -> None:
         goal = {number: stretch.mark() for number, stretch in target.stretches.items()}
         self._cursor.runs[target.there.ref] = Held(
-            target.kind, target.segment, dict(marks), goal, newest, dict(target.compared), target.counts, target.told
-        )
-        self._cursor.save()
+            target.kind, target.segment, dict(marks), goal, newest, dict(target.compared), target.counts, target.told,
+            target.sampled,
+        )  # fmt: skip
 
     # Reading back.
 
@@ -399,9 +410,7 @@ class Replay:
         Raises:
             RejectedError: It accepts and does not keep.
         """
-        if self._options.verify == "off" or (self._options.verify == "fast" and self._newest_is_right(target)):
-            return
-        if self._tail_is_right(target):
+        if self._options.verify == "off" or self._tail_is_right(target):
             return
         lacking = self._count_lacking(target)
         for _ in range(_REPAIRS):
@@ -421,7 +430,11 @@ class Replay:
 
     def _tail_is_right(self, target: Target) -> bool:
         """Return whether the tracker holds what it held when all of it was compared, and exactly what came since."""
-        if not target.compared:
+        is_sample = self._options.verify == "fast"
+        if not (target.compared or is_sample):
+            return False
+        newest = self._newest(target)
+        if is_sample and not self._newest_is_right(target, newest):
             return False
         counts = compare_beyond(
             self._sink,
@@ -429,13 +442,20 @@ class Replay:
             self._patience,
             self._points.beyond(target, target.compared),
             told=self._sink.told(self._story_of(target).points()),
-            counts=target.counts,
+            counts=target.counts if target.compared else {},
+            newest=newest,
+            sample=is_sample,
             on_read=self._progress.read,
         )
         if counts is None:
             return False
-        target.compared, target.counts = target.marks, counts
+        target.compared, target.counts, target.sampled = target.marks, counts, target.sampled or is_sample
         return True
+
+    def _newest(self, target: Target) -> Mapping[str, Record]:
+        """Ask what the newest record of each key is by now."""
+        runs = self._call(lambda: self._sink.list_runs(self._run.project, [self._run.run_id]))
+        return next((run.newest for run in runs if run.ref == target.there.ref), {})
 
     def _count_lacking(self, target: Target) -> int:
         comparison = self._compare(target, target.there)
@@ -445,18 +465,16 @@ class Replay:
         if difference.foreign:
             self.report.add_note(f"{difference.foreign} values there are not from this log; they are left as they are")
         if not difference.lacking:
-            target.compared, target.counts = target.marks, comparison.counts
+            target.compared, target.counts, target.sampled = target.marks, comparison.counts, False
         return difference.lacking
 
-    def _newest_is_right(self, target: Target) -> bool:
+    def _newest_is_right(self, target: Target, newest: Mapping[str, Record]) -> bool:
         """Return whether the newest value of every metric there is the newest of what was there and what was sent."""
         before = target.there.newest
         expected: dict[str, tuple[object, ...]] = {}
         for record in self._points.beyond(target, target.began):
             there = before.get(record.key, record)
             expected[record.key] = max(record[1:4], there[1:4], expected.get(record.key, record[1:4]))
-        runs = self._call(lambda: self._sink.list_runs(self._run.project, [self._run.run_id]))
-        newest = next((run.newest for run in runs if run.ref == target.there.ref), {})
         return all(key in newest and newest[key][1:4] == identity for key, identity in expected.items())
 
     # Afterwards.
@@ -491,4 +509,5 @@ class Replay:
         self._forget_all_but({run.ref for run in there})
         newest = {run.ref: newest_digest(run) for run in there}
         for target in [canonical, *sides]:
-            self._remember(target, target.marks, newest.get(target.there.ref))
+            self._hold(target, target.marks, newest.get(target.there.ref))
+        self._cursor.save()

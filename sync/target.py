@@ -30,6 +30,7 @@ class Target:
         marks: How far the tracker has it, by segment.
         began: How far the tracker had it when the replay began, by segment.
         compared: How far that was read back and compared, by segment.
+        sampled: That was not every record.
         counts: How many records the tracker held then, by key.
         has_holes: The marks say nothing: it lacks some of what belongs into it.
         verified: What it holds was compared, and agrees.
@@ -43,6 +44,7 @@ class Target:
     marks: dict[int, Mark] = field(default_factory=dict)
     began: dict[int, Mark] = field(default_factory=dict)
     compared: dict[int, Mark] = field(default_factory=dict)
+    sampled: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     has_holes: bool = False
     verified: bool = False
@@ -56,6 +58,10 @@ class Target:
     def is_complete(self) -> bool:
         """Return whether everything that belongs into it was accepted."""
         return not self.has_holes and all(s.is_held(self.marks.get(number)) for number, s in self.stretches.items())
+
+    def is_compared(self) -> bool:
+        """Return whether everything that belongs into it was read back and compared."""
+        return all(s.is_held(self.compared.get(number)) for number, s in self.stretches.items())
 
     def complete(self) -> None:
         """Say that everything that belongs into it was accepted."""
