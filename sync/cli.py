@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -16,7 +17,8 @@ except ModuleNotFoundError as error:  # the base install is for trainers, and ha
 from llmtrack.query.console import EXIT_DAMAGED, EXIT_OK, EXIT_USAGE, run, say, to_json
 from llmtrack.writer.errors import RetryableSinkError, UsageError
 
-from . import cursor
+from . import cursor, notify
+from .config import Watching, configurable
 from .sink import sink_class
 
 if TYPE_CHECKING:
@@ -32,10 +34,12 @@ _VERIFIED: Final = {
 }
 
 
+@configurable
 @click.command(
-    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "LLMTRACK_SYNC"},
-    epilog="\b\nExamples:\n  llmtrack-sync runs --to mlflow\n"
-    "  llmtrack-sync runs --to mlflow --tracking-uri http://mlflow.example.org:5000 --run 'pretrain-*'\n\n"
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="\b\nExamples:\n  llmtrack-sync runs --to mlflow\n  llmtrack-sync runs --to mlflow --watch\n"
+    "  llmtrack-sync runs --to mlflow --tracking-uri http://mlflow.example.org:5000 --run 'pretrain-*'\n"
+    "  llmtrack-sync status runs    # how far it is; llmtrack-sync status --help\n\n"
     "\b\nExit status: 0 everything sent and verified; 1 usage or authentication; 2 some runs incomplete;\n"
     "3 tracker not reachable; 4 damaged data found, intact data sent; 130 interrupted.",
 )
@@ -79,7 +83,7 @@ _VERIFIED: Final = {
     default=120.0,
     show_default=True,
     metavar="S",
-    help="Give up when the tracker has taken nothing for so many seconds.",
+    help="Give up when the tracker has taken nothing for so many seconds; with --watch, try again.",
 )
 @click.option(
     "--state",
@@ -107,7 +111,12 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     Args:
         args: Instead of those of the process.
     """
-    run(command, args, prog_name="llmtrack-sync")
+    words = list(sys.argv[1:] if args is None else args)
+    if words[:1] == ["status"]:  # a folder of this name is ./status
+        from .status import command as status
+
+        run(status, words[1:], prog_name="llmtrack-sync status")
+    run(command, words, prog_name="llmtrack-sync")
 
 
 def _sync(
@@ -126,10 +135,30 @@ def _sync(
     as_json: bool,
     quiet: bool,
     verbose: bool,
+    watching: Watching,
 ) -> int:
     began = time.monotonic()
+    receivers = notify.receivers(watching.notify, watching.on_alert)
     sink = sink_class(tracker)(tracking_uri, timeout_s=timeout_s)
-    log = _open_log(root, pattern)
+    if watching.on and not dry_run:
+        from .replay import Options
+        from .service import Settings, watch
+
+        _check_root(root)
+        settings = Settings(
+            root,
+            pattern,
+            state or cursor.default_state(),
+            Options(tail, superseded, verify),
+            timeout_s,
+            jobs,
+            watching.poll_s,
+            watching.stalled_s,
+            watching.lost_s,
+            watching.min_level,
+        )
+        return watch(settings, sink, receivers, as_json=as_json, quiet=quiet, verbose=verbose)
+    log = _open_log(root, pattern, watching)
 
     from . import once, show
     from .replay import Options
@@ -168,17 +197,22 @@ def _sync(
     return EXIT_DAMAGED if damages else EXIT_OK
 
 
-def _open_log(root: Path, pattern: str | None) -> duckdb.DuckDBPyConnection:
+def _check_root(root: Path) -> None:
     if not root.is_dir():
         raise UsageError(f"there is no folder {root}", hint="llmtrack-sync ROOT, the folder of the run_id=... folders")
+
+
+def _open_log(root: Path, pattern: str | None, watching: Watching) -> duckdb.DuckDBPyConnection:
+    _check_root(root)
     try:
         from llmtrack.query import connect
         from llmtrack.query.log import Log
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed", hint="pip install 'llmtrack-log[mlflow]'") from error
+    stalled_s, lost_s = watching.stalled_s, watching.lost_s
     if pattern is None:
-        return connect(root)
+        return connect(root, stalled_after_s=stalled_s, lost_after_s=lost_s)
     matching = [run_id for run_id in Log(root).run_ids() if fnmatchcase(run_id, pattern)]
     if not matching:
         raise UsageError(f"no run in {root} matches {pattern!r}", hint="llmtrack ls shows the runs of a root")
-    return connect(root, runs=matching)
+    return connect(root, runs=matching, stalled_after_s=stalled_s, lost_after_s=lost_s)

@@ -9,7 +9,9 @@ one that does not answer, which holds up nothing else. The address of a receiver
 
 from __future__ import annotations
 
+import base64
 import datetime as dt
+import http.client
 import json
 import os
 import shlex
@@ -123,7 +125,11 @@ class Webhook:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise UsageError("--notify takes the address of a web hook", hint="--notify https://host/path")
-        self._url = url
+        self._url = urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+        self._headers = {"Content-Type": "application/json", "User-Agent": "llmtrack-sync"}
+        if parts.username is not None:
+            words = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+            self._headers["Authorization"] = f"Basic {base64.b64encode(words.encode()).decode()}"
         self._opener = urllib.request.build_opener(_NoRedirect)
         self._is_slack = parts.hostname == "hooks.slack.com"  # which takes no fields that it does not know
         self.name = f"{parts.scheme}://{parts.hostname}"
@@ -135,7 +141,7 @@ class Webhook:
         request = urllib.request.Request(  # noqa: S310 - its scheme was looked at
             self._url,
             json.dumps(body).encode(),
-            {"Content-Type": "application/json", "User-Agent": "llmtrack-sync", "Idempotency-Key": message["id"]},
+            self._headers | {"Idempotency-Key": message["id"]},
         )
         try:
             with self._opener.open(request, timeout=_ANSWER_S) as answer:
@@ -147,7 +153,7 @@ class Webhook:
             raise RefusedError(f"status {error.code}") from None
         except urllib.error.URLError as error:
             raise OSError(getattr(error.reason, "strerror", None) or type(error.reason).__name__) from None
-        except ValueError as error:  # what http.client makes of an answer that is none; it may name the address
+        except (http.client.HTTPException, ValueError) as error:  # an answer that is none; it may name the address
             raise OSError(type(error).__name__) from None
 
 

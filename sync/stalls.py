@@ -57,6 +57,7 @@ class Verdict:
         status: What it is from now on.
         before: What it was.
         silent_s: Seconds without progress.
+        since: When the silence became what it is.
         is_alive: Whether it gives signs of life all the same.
         place: How far it has come.
     """
@@ -64,6 +65,7 @@ class Verdict:
     status: Status
     before: Status
     silent_s: float
+    since: dt.datetime
     is_alive: bool
     place: Place
 
@@ -75,6 +77,7 @@ class _Watched:
     progress_s: float  # when it last got on
     life_s: float  # when it last gave a sign of life
     status: Status = "running"
+    judged_s: float = 0.0
 
 
 class Stalls:
@@ -113,9 +116,16 @@ class Stalls:
         watched = self._runs.get(run_id)
         return "running" if watched is None else watched.status
 
-    def needs_heartbeat(self, run_id: str) -> bool:
-        """Return whether a look at the heartbeat can change anything: one that is lost has to write rows first."""
-        return self.status(run_id) != "lost"
+    def needs_look(self, run_id: str) -> bool:
+        """Return whether a look can change anything: of one that is lost, something has to be written first."""
+        watched = self._runs.get(run_id)
+        return watched is None or watched.status != "lost" or watched.progress_s > watched.judged_s
+
+    def progress(self, run_id: str) -> None:
+        """Hear that a run's files have grown."""
+        watched = self._runs.get(run_id)
+        if watched is not None:
+            watched.progress_s = watched.life_s = self._clock()
 
     def forget(self, run_id: str) -> None:
         """Hear that a run has ended, or is gone."""
@@ -144,11 +154,15 @@ class Stalls:
             elif sign.time != watched.sign.time:
                 watched.life_s = now
             watched.sign = sign
+        watched.judged_s = now
         before, watched.status = watched.status, self._judge(run_id, watched, now)
         if watched.status == before:
             return None
         is_alive = now - watched.life_s <= max(self._stalled_s, _RHYTHMS * _HEARTBEAT_S)
-        return Verdict(watched.status, before, now - watched.progress_s, is_alive, sign.place)
+        silent_s = now - watched.progress_s
+        bound_s = {"running": silent_s, "stalled": self._stalled_s, "lost": self._lost_s}[watched.status]
+        since = dt.datetime.now(dt.UTC) - dt.timedelta(seconds=max(0.0, silent_s - bound_s))
+        return Verdict(watched.status, before, silent_s, since, is_alive, sign.place)
 
     def _judge(self, run_id: str, watched: _Watched, now: float) -> Status:
         if now - watched.since_s < min(self._stalled_s, _WATCHED_S):

@@ -7,6 +7,7 @@ clocks of hosts differ. What counts are names and sizes; times of folders only p
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Collection
@@ -83,6 +84,8 @@ class Scanner:
 
     Attributes:
         unreadable: Why runs could not be looked at, by run; `ROOT` for the root itself.
+        late: Runs in which a segment changed although it had ended, since somebody last emptied this: a copy brought
+            what was still lacking.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Scanner:
         self._ended: set[_Key] = set()
         self._resting: set[str] = set()
         self.unreadable: dict[str, str] = {}
+        self.late: set[str] = set()
 
     def set_state(self, ended: Collection[_Key], resting: Collection[str]) -> None:
         """Hear from the log what need not be looked at every time.
@@ -133,6 +137,22 @@ class Scanner:
             self._look(folder, now, changed)
         return changed
 
+    def readable(self) -> set[str]:
+        """Return the runs that could be looked at."""
+        return self._runs.keys() - self.unreadable.keys()
+
+    def fingerprint(self, run_id: str) -> str:
+        """Return a digest of the names and sizes of all files of a run, as they were last seen; empty: unknown."""
+        run = self._runs.get(run_id)
+        if run is None:
+            return ""
+        folders = [run.main, *(folder for _, folder in sorted(run.segments.items()))]
+        folders += [run.evals] if run.evals is not None else []
+        if any(folder.seen is None for folder in folders):
+            return ""
+        seen = [(folder.segment, sorted(folder.seen or ())) for folder in folders]
+        return hashlib.sha256(repr(seen).encode()).hexdigest()[:32]
+
     def _scan_run(self, run: _Run, now: float, cold: list[_Folder], changed: set[str]) -> None:
         run_id = run.main.run_id
         active_s = max((folder.changed_s for folder in run.segments.values()), default=run.main.changed_s)
@@ -163,6 +183,8 @@ class Scanner:
             seen = self._list(folder)
             folder.listed_s = now
             if seen is not None and seen != folder.seen:
+                if folder.segment and not is_append and folder.seen is not None:
+                    self.late.add(folder.run_id)
                 folder.seen, folder.changed_s = seen, now
                 changed.add(folder.run_id)
                 self._take_in(folder, seen, now, changed)

@@ -59,11 +59,23 @@ def test_a_run_that_dies_is_stalled_then_lost_and_back_when_it_goes_on() -> None
     verdict = world.pass_time(90_000)
     assert verdict is not None
     assert verdict.status == "lost"
-    assert not world.stalls.needs_heartbeat("run")
-    world.train()
+    assert not world.stalls.needs_look("run")
+    world.now_s += 1
+    world.stalls.progress("run")
+    assert world.stalls.needs_look("run")
     verdict = world.pass_time(1)
     assert verdict is not None
     assert (verdict.status, verdict.before) == ("running", "lost")
+
+
+def test_rows_are_progress_though_the_heartbeat_is_between_two_beats() -> None:
+    """With a bound of seconds a run must not stall between its heartbeats."""
+    world = World(stalled_s=5)
+    world.train()
+    for _ in range(30):
+        world.pass_time(2)
+        world.stalls.progress("run")
+    assert world.stalls.status("run") == "running"
 
 
 def test_a_process_that_hangs_and_still_beats_is_stalled_and_never_lost() -> None:
@@ -145,6 +157,8 @@ def test_a_run_that_was_silent_before_we_came_is_judged_after_a_while() -> None:
     assert verdict is not None
     assert verdict.status == "stalled"
     assert verdict.silent_s == pytest.approx(7321, abs=60)
+    since_s = (dt.datetime.now(dt.UTC) - verdict.since).total_seconds()
+    assert since_s == pytest.approx(7321 - 900, abs=60)  # so that nobody takes it for news
 
 
 def test_a_restart_of_a_stalled_run_is_running_again() -> None:
