@@ -72,7 +72,8 @@ def compare(
         con: Made by `connect`, with the runs.
         name: The metric.
         runs: In the order in which they are shown; the others are compared with the first one.
-        at: The places, in tokens; none given: evenly from where all runs have begun to where the last one ends.
+        at: The places, in tokens; none given: evenly from where all runs have begun to where the last one ends,
+            and where the first one ends: as far as all can be compared.
         places: How many, when `at` names none.
         mean_over: Compare means over so many tokens up to each place instead of single values; 0: values as logged.
 
@@ -89,7 +90,8 @@ def compare(
         if name in known:
             raise UsageError(f"{name} is NaN everywhere", hint="llmtrack plot shows where")
         raise curves.no_such_metric(known, name, f"none of {len(runs)} runs" if len(runs) > 1 else f"run {runs[0]}")
-    grid = sorted(set(at)) or _even(max(extent[run][0] for run in found), max(extent[run][1] for run in found), places)
+    ends = [extent[run][1] for run in found]
+    grid = sorted(set(at)) or _grid(max(extent[run][0] for run in found), min(ends), max(ends), places)
     parameters = {"name": name, "runs": found, "grid": grid, "window": mean_over}
     values = {
         (run_id, place): (last, mean if mean_over else value, segment)
@@ -126,9 +128,8 @@ def read_picture(
     return points, differences
 
 
-def _even(first: int, last: int, places: int) -> list[int]:
-    """Return places from the first to the last, as even as integers are; one when they are the same, or too near."""
-    if last <= first:
-        return [max(first, last)]
+def _grid(first: int, shared: int, last: int, places: int) -> list[int]:
+    """Return places from the first to the last, as even as integers are, and the last one that all runs reached."""
     steps = max(places - 1, 1)
-    return sorted({first + (last - first) * step // steps for step in range(steps + 1)})
+    even = {first + max(last - first, 0) * step // steps for step in range(steps + 1)}
+    return sorted(even | {max(first, shared)})

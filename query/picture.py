@@ -35,6 +35,7 @@ _GAP: Final = "#f6c14a"
 _EVAL: Final = "#b7791f"
 _FORK: Final = "#a3338f"
 _SHOWN: Final = 100  # characters of a name
+_LARGEST: Final = 1e300  # beyond, the distance between two values may be no number, and no axis has ticks
 
 
 def check_suffix(path: Path) -> None:
@@ -215,7 +216,7 @@ def _mark(axes: Axes, curve: Curve, rows: Sequence[dict[str, Any]], axis: str) -
 def _plot(axes: Axes, places: Sequence[tuple[Any, float]], **look: Any) -> None:
     """Draw a line that breaks where a value is no number; a point between two breaks is a dot."""
     xs = [place for place, _ in places]
-    ys = [value if math.isfinite(value) else math.nan for _, value in places]
+    ys = [min(max(value, -_LARGEST), _LARGEST) if math.isfinite(value) else math.nan for _, value in places]
     if sum(not math.isnan(value) for value in ys) == 1:
         look["marker"] = "."
     axes.plot(xs, ys, **look)

@@ -104,7 +104,7 @@ def plot(
     "--at", type=click.IntRange(0), multiple=True, metavar="TOKENS", help="A place to compare at; may repeat."
 )
 @click.option(
-    "--places", type=click.IntRange(1, 10_000), default=12, show_default=True, help="How many places, evenly spaced."
+    "--places", type=click.IntRange(2, 10_000), default=12, show_default=True, help="How many places, evenly spaced."
 )
 @click.option(
     "--mean-over", type=click.IntRange(0), default=0, metavar="TOKENS", help="Compare means over so many tokens."

@@ -69,6 +69,7 @@ class Follower:
     metrics: Sequence[str] = ()
     _seen: dict[int, int] = field(default_factory=dict)  # segment: the last row that was told
     _told: set[tuple[Any, ...]] = field(default_factory=set)
+    _over: set[int] = field(default_factory=set)  # segments of which nothing can come any more
     _status: str = ""
 
     def last(self, lines: int) -> Iterator[Event]:
@@ -94,18 +95,15 @@ class Follower:
         refresh(self.con, [self.run_id])
         events = list(self._happened())
         with self.con.cursor() as cursor:
-            segments = [
-                row[0]
-                for row in cursor.execute(
-                    "SELECT segment FROM segments WHERE run_id = ? ORDER BY 1", [self.run_id]
-                ).fetchall()
-            ]
-            for segment in segments:
-                if self._is_over(segment, segments):
+            found = cursor.execute("SELECT segment FROM segments WHERE run_id = ? ORDER BY 1", [self.run_id]).fetchall()
+            for (segment,) in found:
+                if segment in self._over:
                     continue
                 for row in self._rows(cursor, self.run_id, segment, self._seen.get(segment, -1) + 1, None):
                     self._seen[segment] = row["seq"]
                     events.append(row)
+                if ("end", segment) in self._told:  # it was told to its end, and nothing comes after that
+                    self._over.add(segment)
         order = {"start": 0, "end": 2}
         yield from sorted(
             events, key=lambda event: (event["segment"] or 0, order.get(event["kind"], 1), event.get("seq") or 0)
@@ -113,16 +111,12 @@ class Follower:
         status = self.status()
         if status != self._status:
             self._status = status
-            yield self._event("status", None, status=status)
+            yield self.event("status", None, status=status)
 
     def status(self) -> str:
         """Return the run's status as it is known now."""
         found = self.con.execute("SELECT status FROM runs WHERE run_id = ?", [self.run_id]).fetchone()
         return str(found[0]) if found else "lost"
-
-    def _is_over(self, segment: int, segments: Sequence[int]) -> bool:
-        """Return whether nothing can come of a segment that was told to its end; its files need not be asked again."""
-        return ("end", segment) in self._told and ("told", segment) in self._told and segment != segments[-1]
 
     def _rows(
         self, cursor: duckdb.DuckDBPyConnection, run_id: str, segment: int, first: int, last: int | None
@@ -136,8 +130,6 @@ class Follower:
                     "kind": "row", "run_id": source, "segment": number, "seq": seq, "time": time, "step": step,
                     "tokens": count, "values": pairs,
                 }  # fmt: skip
-        if ("end", segment) in self._told:
-            self._told.add(("told", segment))
 
     def _is_wanted(self, name: str) -> bool:
         return not self.metrics or any(fnmatchcase(name, metric) for metric in self.metrics)
@@ -152,10 +144,10 @@ class Follower:
                 if row["started"] and self._is_new("start", number):
                     place = {"time": row["start_time"], "step": row["start_step"], "tokens": row["start_tokens"]}
                     origin = {name: row[name] for name in ("from_run", "from_segment", "host", "world_size")}
-                    yield self._event("start", number, **place, **origin)
+                    yield self.event("start", number, **place, **origin)
                 if row["exit"] and self._is_new("end", number):
                     place = {"time": row["end_time"], "step": row["end_step"], "tokens": row["end_tokens"]}
-                    yield self._event(
+                    yield self.event(
                         "end", number, **place, exit=row["exit"], detail=row["detail"], dropped=row["dropped"]
                     )
             for kind, query in _RECORDS.items():
@@ -164,20 +156,21 @@ class Follower:
                 for values in cursor.fetchall():
                     row = dict(zip(columns, values, strict=True))
                     if self._is_new(kind, row["segment"], row["seq"]):
-                        yield self._event(kind, **row)
+                        yield self.event(kind, **row)
             damages = cursor.execute(
                 "SELECT segment, path, first_byte, end_byte, reason FROM damages WHERE run_id = ?", [self.run_id]
             ).fetchall()
             for segment, path, first, end, reason in damages:
                 if self._is_new("damage", path, first):
-                    yield self._event("damage", segment, path=path, first_byte=first, end_byte=end, reason=reason)
+                    yield self.event("damage", segment, path=path, first_byte=first, end_byte=end, reason=reason)
 
     def _is_new(self, *key: Any) -> bool:
         is_new = key not in self._told
         self._told.add(key)
         return is_new
 
-    def _event(self, kind: str, segment: int | None, **more: Any) -> Event:
+    def event(self, kind: str, segment: int | None, **more: Any) -> Event:
+        """Return an event of the run."""
         return {
             "kind": kind,
             "run_id": self.run_id,
@@ -199,7 +192,7 @@ def follow(follower: Follower, *, lines: int = LINES, wait: Callable[[], object]
     """
     yield from follower.last(lines)
     status = follower.status()
-    yield {**follower._event("status", None), "status": status}  # noqa: SLF001 - of the same module
+    yield follower.event("status", None, status=status)
     while status not in ENDS:
         wait()
         yield from follower.news()

@@ -1,0 +1,65 @@
+"""The terminal plot of runs with much in them, and where its numbers come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmtrack import __main__ as program
+from llmtrack import query
+from llmtrack.query import plot
+from tests.pictures import SPIKE, large_root, odd_root
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the root with every kind of oddity."""
+    return odd_root(tmp_path_factory.mktemp("odd"))
+
+
+def test_alerts_evaluations_forks_gaps_and_damage_are_marked(odd: Path) -> None:
+    """Below the axis, and counted in the legend."""
+    with query.connect(odd, runs=["pretrain-7b"]) as con, query.connect(odd, points=False) as all_runs:
+        (curve,) = plot.read_curves(con, "pretrain-7b", ["train/loss"], all_runs=all_runs)
+    for axis in ("tokens", "step", "time"):
+        lines = plot.draw(curve, axis=axis, width=120).splitlines()
+        marks, legend = lines[-3], lines[-1]
+        for character in "▲◆░▚":
+            assert character in marks
+        for text in (
+            "▲ alert (2)",
+            "◆ evaluated (4)",
+            "Y fork (1)",
+            "░ gap: points lost (1)",
+            "▚ damaged: rows unreadable (1)",
+        ):
+            assert text in legend
+        assert max(map(len, lines[:-2])) <= 120
+
+
+def test_a_long_curve_is_thinned_out_and_counted_as_it_is(tmp_path: Path) -> None:
+    """The spike is drawn, and the legend has the numbers of the log."""
+    large_root(tmp_path, 30_000, 1)
+    with query.connect(tmp_path) as con:
+        (curve,) = plot.read_curves(con, "large", ["train/loss"], points=500)
+        counts = con.execute("SELECT count(*), count(superseded_by) FROM metrics").fetchone()
+    assert len(curve.points) < 600
+    assert curve.counts()[:2] == counts
+    picture = plot.draw(curve, width=100)
+    assert f"superseded ({curve.counts()[1]:,} points)" in picture
+    assert picture.splitlines()[2].strip().startswith(f"{SPIKE}┤")
+
+
+def test_json_has_every_point(odd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """None is thinned out."""
+    with pytest.raises(SystemExit):
+        program.main(["plot", "pretrain-7b", "train/loss", "train/lr", "--json", "--root", str(odd)])
+    rows = json.loads(capsys.readouterr().out)
+    with query.connect(odd) as con:
+        expected = con.execute(
+            "SELECT count(*) FROM metrics WHERE run_id = 'pretrain-7b' AND name IN ('train/loss', 'train/lr')"
+        ).fetchone()
+    assert (len(rows),) == expected
+    assert len({(row["name"], row["segment"], row["seq"]) for row in rows}) == len(rows)
