@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(not _SCRIPT.is_file(), reason="the benchmarks st
 
 def test_bench_loop_measures_every_way_it_is_given(tmp_path: Path) -> None:
     """On one rank and on two: a table for each, with a line for each way."""
-    ways, figures = ("none", "llmtrack", "llmtrack-all", "llmtrack-1", "hand", "hand-10"), tmp_path / "figures.json"
+    ways = ("none", "llmtrack", "llmtrack-all", "llmtrack-1", "hand", "hand-10", "llmtrack-200", "hand-200")
+    figures = tmp_path / "figures.json"
     command = [sys.executable, str(_SCRIPT), "--quick", "--ways", ",".join(ways), "--json", str(figures)]
     tables = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
     assert tables.count("**llmtrack**") == 2
