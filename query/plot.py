@@ -338,10 +338,10 @@ def _marks(
     def places(found: Sequence[dict[str, Any]]) -> Iterator[tuple[float, float]]:
         yield from ((number(row[axis]), number(row[axis])) for row in found)
 
-    put("░", "gap", spans(marks.gaps), "gap: points lost")
-    put("▚", "hole", spans(marks.holes), "damaged: rows unreadable")
     forked = [start for start in marks.starts if start["from_run"] != (rows[0]["run_id"] if rows else None)]
     put("Y", "fork", places([*marks.forks, *forked]), "fork")
     put("◆", "eval", places(marks.evals), "evaluated")
+    put("░", "gap", spans(marks.gaps), "gap: points lost")  # over the others: what is missing must be seen
+    put("▚", "hole", spans(marks.holes), "damaged: rows unreadable")
     put("▲", "alert", places(marks.alerts), "alert")
     return "".join(line).rstrip(), keys
