@@ -14,8 +14,10 @@ class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.calls: Counter[str] = Counter()
+        self.non_blocking = 0  # copies that are not waited for
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count a call and make it."""
         self.calls[str(func)] += 1
+        self.non_blocking += str(func) == "aten.copy_.default" and args[2:] == (True,)
         return func(*args, **(kwargs or {}))

@@ -13,6 +13,7 @@ import llmtrack
 from llmtrack.writer.capture.metric import DEPTH, EMPTY, Kind
 from llmtrack.writer.capture.scalar import take_scalar
 from llmtrack.writer.capture.window import ENTRY, Window
+from tests.dispatched import Dispatched
 
 CPU = torch.device("cpu")
 
@@ -66,6 +67,24 @@ def test_tensors_and_numbers_add_up_alike(seed: int) -> None:
         assert sent == expected
         on_device.begin(0)
         on_host.begin(0)
+
+
+@pytest.mark.parametrize("metrics", [3, 60])
+def test_a_value_on_the_device_takes_one_operation_and_a_log_step_a_handful(metrics: int) -> None:
+    """Whatever the number of metrics; and what goes to the CPU is waited for, or it would be read too early."""
+    window = Window(None, metrics, CPU)
+    means = [window.metric(f"m{index}", Kind.MEAN, 2.0) for index in range(metrics)]
+    halves(window)  # the first time makes what is kept
+    one = tensor(1.0)
+    with Dispatched() as dispatched:
+        for mean in means:
+            mean.add(one, 3.0)
+    assert dispatched.calls == {"aten.copy_.default": metrics}
+    assert not dispatched.non_blocking
+    vector = torch.tensor(window.numbers(), dtype=torch.float64)
+    with Dispatched() as dispatched:
+        window.add_to(vector)
+    assert dispatched.calls.total() < 30
 
 
 def test_a_nan_of_a_former_window_is_gone() -> None:

@@ -68,6 +68,7 @@ class Metric:
         "_cell",
         "_is_on_device",
         "_memory",
+        "_needs_no_wait",
         "_values",
         "_weights",
         "extreme",
@@ -92,6 +93,8 @@ class Metric:
         self.names_rank = False
         text = str(self).encode()
         self.hash = float(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> (64 - _HASH_BITS))
+        # To the CPU (gloo, and values on a GPU) a copy is waited for: it would be read before it has arrived.
+        self._needs_no_wait = memory.device.type != "cpu"
         # Taken apart once: each time that would cost more than the addition.
         self._cell = memory.sums[slot, 0]
         self._values = memory.values[slot].unbind()
@@ -129,13 +132,13 @@ class Metric:
         memory = self._memory
         memory.is_on_device = True
         if isinstance(weight, Tensor):
-            self._weights[at].copy_(weight, True)  # True: without a wait
+            self._weights[at].copy_(weight, self._needs_no_wait)
             memory.has_weights = True
         else:
             memory.host_weights[self.slot * DEPTH + at] = weight
             self.second += weight
         if isinstance(value, Tensor):
-            self._values[at].copy_(value, True)
+            self._values[at].copy_(value, self._needs_no_wait)
         else:
             self._values[at].fill_(value)
 
@@ -145,7 +148,7 @@ class Metric:
         if isinstance(value, Tensor):
             self.first, self._is_on_device = 0.0, True
             self._memory.is_on_device = True
-            self._cell.copy_(value, True)
+            self._cell.copy_(value, self._needs_no_wait)
         elif self._is_on_device:
             self._cell.fill_(value)
         else:
@@ -157,7 +160,7 @@ class Metric:
         if isinstance(value, Tensor):
             self._memory.is_on_device = True
             pick = torch.minimum if self.kind is Kind.MIN else torch.maximum
-            pick(self._cell, value.to(self._memory.device, non_blocking=True), out=self._cell)
+            pick(self._cell, value.to(self._memory.device, non_blocking=self._needs_no_wait), out=self._cell)
         elif self.extreme is None or math.isnan(value):
             self.extreme = value
         elif not math.isnan(self.extreme):
