@@ -22,7 +22,7 @@ class Page {
     this.colours = makeColours();
     this.panels = data.panels.map((spec, index) => new Panel(this, spec, document.getElementById(`panel-${index}`)));
     this.live = document.getElementById("said");
-    this.bindControls();
+    if (this.panels.length) this.bindControls();
     this.watch();
   }
 
@@ -219,7 +219,7 @@ async function unpack(text) {
 }
 
 async function main() {
-  const told = document.getElementById("told");
+  const told = document.getElementById("told") ?? document.createElement("p"); // a run without points has no charts
   try {
     window.report = new Page(await unpack(document.getElementById("data").textContent));
     told.hidden = true;

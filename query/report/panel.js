@@ -1,7 +1,9 @@
 // One chart: the curves of one metric, what is marked on them, and what is said under the pointer.
 
+const LOG_AXIS = { splits: (_, __, low, high) => logTicks(low, high), filter: (_, places) => places };
 const HOVER_PX = 40; // a point farther from the pointer, sideways, is not spoken of
 const MARK_PX = 7;
+const CLOSE_PX = 4; // borders of segments nearer to each other than this are drawn as one
 const SPIKE_PX = 4;
 const MOST_POINTS = 2000; // that are looked at under the pointer
 const SHOWN_LINES = 8;
@@ -199,25 +201,28 @@ class Panel {
       space: 64,
       size: 30,
     };
+    if (this.page.isLogX()) Object.assign(look, LOG_AXIS);
     if (axis === "time") {
       look.size = 44;
       look.values = (_, places) => timeLabels(places);
     } else {
       const unit = axis === "elapsed" ? " h" : "";
-      look.values = (_, places) => places.map((x) => (isLabelled(x, this.page.isLogX()) ? short(x) + unit : ""));
+      look.values = (_, places) => places.map((x) => (x === null ? "" : short(x) + unit));
     }
     return look;
   }
 
   axisY(colours) {
-    return {
+    const look = {
       stroke: () => colours.ink(),
       grid: { stroke: () => colours.grid(), width: 1 },
       ticks: { stroke: () => colours.grid(), width: 1, size: 4 },
       font: "12px system-ui, sans-serif",
       size: 62,
-      values: (_, places) => places.map((y) => (isLabelled(y, this.page.state.logy) ? tick(y) : "")),
+      values: (_, places) => places.map((y) => (y === null ? "" : tick(y))),
     };
+    if (this.page.state.logy) Object.assign(look, LOG_AXIS);
+    return look;
   }
 
   sayWhatIsMissing() {
@@ -304,8 +309,11 @@ class Panel {
     ctx.textBaseline = "top";
     ctx.textAlign = "left";
     let labelled = -Infinity;
+    let before = -Infinity;
     for (const border of this.marked.borders) {
       const x = at(border.x);
+      if (x - before < CLOSE_PX * unit) continue; // ninety restarts would hide the curve
+      before = x;
       stroke(ctx, colours.border(), unit, [3 * unit, 3 * unit], x, bbox.top, x, bbox.top + bbox.height);
       const text = border.flag;
       if (x - labelled > ctx.measureText(text).width + 6 * unit) {
@@ -575,12 +583,30 @@ function nearest(xs, x) {
   return x - xs[at - 1] <= xs[at] - x ? at - 1 : at;
 }
 
-// On a logarithmic axis some lines have a number, and all have their place.
-function isLabelled(value, isLog) {
-  if (value === null || value === undefined) return false;
-  if (!isLog) return true;
-  const digit = value / 10 ** Math.floor(Math.log10(value) + 1e-9);
-  return [1, 2, 3, 5].some((one) => Math.abs(digit - one) < 1e-6);
+// Where a logarithmic axis has lines: round numbers of a narrow range, and powers of ten of a wide one.
+function logTicks(low, high) {
+  const decades = Math.log10(high / low);
+  if (!(decades > 0)) return [low];
+  if (decades < 1) return roundTicks(low, high);
+  const digits = decades <= 4 ? [1, 2, 5] : [1];
+  const every = Math.max(1, Math.ceil(decades / 8));
+  const ticks = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += every) {
+    for (const digit of digits) {
+      const place = digit * 10 ** power;
+      if (place >= low && place <= high) ticks.push(place);
+    }
+  }
+  return ticks;
+}
+
+function roundTicks(low, high) {
+  const rough = (high - low) / 6;
+  const size = 10 ** Math.floor(Math.log10(rough));
+  const step = size * ([1, 2, 5].find((digit) => digit * size >= rough) ?? 10);
+  const ticks = [];
+  for (let place = Math.ceil(low / step) * step; place <= high; place += step) ticks.push(+place.toPrecision(12));
+  return ticks;
 }
 
 // Times of day, and below them the date wherever it is another one.

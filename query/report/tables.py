@@ -299,6 +299,7 @@ def settings(report: ReportData) -> Html:
         if not found:
             continue
         rows = [[key, value if isinstance(value, str) else as_json(value)] for key, value in found[:most]]
-        summary = f"<summary>{text(run.run_id)}, newest segment <small>{len(found):,} keys</small></summary>"
+        keys = f"{len(found):,} key{'' if len(found) == 1 else 's'}"
+        summary = f"<summary>{text(run.run_id)}, newest segment <small>{keys}</small></summary>"
         parts.append(f"<details>{summary}{listed(['Key', 'Value'], rows, count=len(found))}</details>")
     return join(["<section>", "<h2>Configuration</h2>", *parts, "</section>"]) if parts else Html("")
