@@ -88,8 +88,10 @@ def configurable(command: click.Command) -> click.Command:
     if callback is None:
         raise ValueError("the command has a function")
     command.params += _options()
+    context = click.Context(command)
     required = [param for param in command.params if param.required]
     for param in command.params:
+        param.metavar = param.metavar or (param.make_metavar(context) if isinstance(param, click.Argument) else None)
         param.required = False  # what is missing is said later: --print-config needs nothing
         param.envvar = param.envvar or ("LLMTRACK_DIR" if param.name == "root" else _PREFIX + _key(param).upper())
     command.callback = _with_watching(callback, required)
@@ -210,7 +212,8 @@ def _read_file(context: click.Context, _: click.Parameter, path: Path | None) ->
             name = names.get((section, key))
             if name is None:
                 known = sorted(f"[{place[0]}] {place[1]}" for place in names)
-                near = difflib.get_close_matches(f"[{section}] {key}", known, 1) or known
+                near = [place for place in known if place.endswith(f"] {key}")]
+                near = near or difflib.get_close_matches(f"[{section}] {key}", known, 1) or known
                 raise UsageError(f"{found}: there is no option {key!r} in [{section}]", hint=", ".join(near))
             values[name] = value
     context.default_map = {**(context.default_map or {}), **values}

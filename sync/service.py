@@ -470,6 +470,8 @@ class Service:
             report = reports.get(run_id)
             if report is not None and not report.error:
                 self._succeed(lane, report, now, done.took_s)
+            elif not (self._settings.root / f"run_id={run_id}").exists():  # deleted meanwhile
+                self._schedule.done(run_id, now)
             elif done.error is not None or outcome.stopped_by is not None or lane.stop or report is not None:
                 self._fail(lane, run_id, report, now, done)
             else:  # nothing of it can be read yet, or nothing any more
