@@ -256,7 +256,7 @@ def _number(value: float) -> float | int | str:
         return "inf" if value > 0 else "-inf"
     return (
         int(value)
-        if value.is_integer() and abs(value) < _WHOLE and not (value == 0 and math.copysign(1, value) < 0)
+        if float(value).is_integer() and abs(value) < _WHOLE and not (value == 0 and math.copysign(1, value) < 0)
         else value
     )
 

@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,12 +42,12 @@ def llmtrack(capsys: pytest.CaptureFixture[str]) -> Call:
     return call
 
 
-def draw(root: Path, run_id: str, names: list[str], **more: object) -> ET.Element:
+def draw(root: Path, run_id: str, names: list[str], **more: Any) -> ET.Element:
     """Return the SVG of some curves, its words as text."""
     with query.connect(root, runs=[run_id]) as con, query.connect(root, points=False) as all_runs:
         curves = plot.read_curves(con, run_id, names, all_runs=all_runs)
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        drawn = picture.draw_curves(curves, "svg", **more)  # type: ignore[arg-type]
+        drawn = picture.draw_curves(curves, "svg", **more)
     return ET.fromstring(drawn)  # noqa: S314 - our own picture
 
 
