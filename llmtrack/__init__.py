@@ -15,6 +15,7 @@ __all__ = [
     "Throughput",
     "UsageError",
     "__version__",
+    "alerts",
     "checkpoint_id",
     "flops",
     "log_eval",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from llmtrack import alerts
     from llmtrack.writer.capture import flops
     from llmtrack.writer.capture.cadence import Cadence
     from llmtrack.writer.capture.reduce import Reducer
@@ -44,6 +46,7 @@ else:  # hidden from type checkers, which would otherwise take every misspelt na
         "Run": "llmtrack.writer.run",
         "Throughput": "llmtrack.writer.capture.throughput",
         "UsageError": "llmtrack.writer.errors",
+        "alerts": "llmtrack.alerts",
         "checkpoint_id": "llmtrack.writer.checkpoints.checkpoint",
         "flops": "llmtrack.writer.capture.flops",
         "log_eval": "llmtrack.writer.checkpoints.evals",
@@ -56,7 +59,7 @@ else:  # hidden from type checkers, which would otherwise take every misspelt na
             value = import_module("importlib.metadata").version("llmtrack-log")
         elif name in _MODULES:
             module = import_module(_MODULES[name])
-            value = getattr(module, name, module)  # flops is a module itself
+            value = getattr(module, name, module)  # alerts and flops are modules themselves
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value

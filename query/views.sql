@@ -278,7 +278,9 @@ FROM log.alerts a
 JOIN log.stretches s ON s.run_id = a.run_id AND s.segment = a.segment AND a.tokens > s.lo AND a.tokens <= s.hi;
 
 CREATE OR REPLACE VIEW batches AS
-SELECT * FROM log.batches;
+SELECT b.*, s.superseded_by, s.superseded_by IS NULL AND b.tokens <= s.settled_to AS settled
+FROM log.batches b
+JOIN log.stretches s ON s.run_id = b.run_id AND s.segment = b.segment AND b.tokens > s.lo AND b.tokens <= s.hi;
 
 CREATE OR REPLACE VIEW gaps AS
 SELECT * FROM log.gaps;
@@ -312,7 +314,7 @@ SELECT f.run_id, f.segment, s.start_step, s.start_tokens, e.end_step, e.end_toke
        g.dropped, g.last_step, g.last_tokens, g.last_time,
        r.project, r.run_name, s.from_run, s.from_segment, s.from_ckpt, s.fork_reason,
        r.recipe_hash, r.recipe, r.recipe_diff, r.config, r.git_commit, r.git_dirty, r.image_digest, r.nodes, r.world_size,
-       r.host, r.pid, r.scheduler, r.flops, r.versions, s.run_id IS NOT NULL AS started
+       r.host, r.pid, r.scheduler, r.flops, r.versions, r.alerts, s.run_id IS NOT NULL AS started
 FROM log.lifetimes f
 JOIN log.progress g ON g.run_id = f.run_id AND g.segment = f.segment
 LEFT JOIN log.starts s ON s.run_id = f.run_id AND s.segment = f.segment

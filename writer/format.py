@@ -62,6 +62,7 @@ SCHEMAS: Final[dict[str, pa.Schema]] = {
             ("scheduler", pa.string()),  # JSON
             ("flops", pa.string()),  # JSON
             ("versions", pa.string()),  # JSON
+            ("alerts", pa.string()),  # JSON: the detectors with their thresholds
             ("exit", pa.string()),  # finished, preempted, failed, abandoned
             ("detail", pa.string()),
             ("dropped", pa.int64()),  # points
@@ -81,7 +82,12 @@ SCHEMAS: Final[dict[str, pa.Schema]] = {
             ("batch_ids", _STRINGS),
             ("phase", pa.string()),  # raised, context, cleared
         ],
-        "batches": [("batch_hash", pa.string()), ("batch_ids", _STRINGS), ("position", pa.int64())],
+        "batches": [
+            ("batch_hash", pa.string()),
+            ("batch_ids", _STRINGS),
+            ("position", pa.int64()),
+            ("rank", pa.int64()),  # whose ids these are; null where one rank speaks for all
+        ],
         "gaps": [
             ("first_tokens", pa.int64()),
             ("last_tokens", pa.int64()),

@@ -5,24 +5,31 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 from operator import index
 from pathlib import Path
 from time import monotonic, time_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, SupportsFloat, SupportsIndex
 
+from .alerts.detector import Detector
+from .alerts.history import read_history
+from .alerts.hook import Hook, OnAlert
+from .alerts.watch import Watch, check_detectors
 from .checkpoints.checkpoint import identify
 from .errors import LlmtrackError, UsageError
 from .lineage.identity import process_identity
 from .lineage.opening import Opening, open_segment
 from .log.buffer import Barrier, Buffer, End, Exit, Record
 from .log.drain import Drain
+from .log.ids import Pause, StepIds, take_ids
 from .log.pending import DeviceRow, PendingRow
 from .log.tensors import PendingValue, take_value
 from .log.worker import Worker
 from .mode import is_disabled
-from .ranks import decide_on_rank_zero
+from .ranks import decide_on_rank_zero, world_size
 from .redact import redact
 from .settings import Settings
 from .shutdown import end_on_signal, forget, keep_until_exit
@@ -38,6 +45,8 @@ _log = logging.getLogger("llmtrack")
 
 _INT64_MAX: Final = (1 << 63) - 1
 _FINISH_TIMEOUT_S: Final = 60.0
+_HURRY_S: Final = 0.25  # at most so often rows with NaN are written without waiting for the next flush
+_HOOK_S: Final = 5.0  # for what on_alert still has to tell when the run ends
 
 
 class Run:
@@ -61,7 +70,15 @@ class Run:
         self.start_tokens = start_tokens
         self.recipe_hash = recipe_hash
 
-    def log(self, metrics: Mapping[str, Value], step: SupportsIndex, tokens: SupportsIndex) -> None:
+    def log(
+        self,
+        metrics: Mapping[str, Value],
+        step: SupportsIndex,
+        tokens: SupportsIndex,
+        *,
+        batch_ids: object = None,
+        position: SupportsIndex | None = None,
+    ) -> None:
         """Put a row of metrics in memory and return; within a second it is on storage.
 
         Never waits for a disk, a lock or a GPU. When the storage does not keep up, rows are dropped and counted, and
@@ -71,10 +88,64 @@ class Run:
             metrics: Name -> number: float, int, bool, NumPy scalar, or a tensor with one element, also on a GPU.
             step: The optimiser step.
             tokens: Tokens seen by the run, the x-axis; they never go backwards within a segment.
+            batch_ids: What the step was trained on; see `batches`.
+            position: In the order of the data; see `batches`.
 
         Raises:
             UsageError: A value that is no number, a step or tokens that are no integer, or tokens that go backwards.
                 Nothing of the row is stored.
+        """
+
+    def batches(
+        self,
+        step: SupportsIndex,
+        ids: object = None,
+        position: SupportsIndex | None = None,
+        *,
+        rank: int | None = None,
+        late: bool = False,
+    ) -> None:
+        """Say what a step was trained on, before the row of that step is logged; it is kept for a while.
+
+        The ids of the last steps are in memory only. Around an alert they go into the table `batches`, those from
+        before it and those that come after it. What is given in parts, one micro-batch after another, is put together.
+
+        Args:
+            step: The optimiser step.
+            ids: One id or many, strings or integers: of sequences, documents, shards; arrays too, from the host.
+            position: In the order of the data, so that the batch can be found again.
+            rank: Whose ids these are; None where one rank speaks for all.
+            late: They are another rank's, and were asked for after an alert; what the reducer does.
+
+        Raises:
+            UsageError: A step or a position that is no integer, or ids that are none.
+        """
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do something else than training, such as an evaluation: no alert says that the next row was slow.
+
+        For a throughput that the caller measures; a `Throughput` leaves `Reducer.pause` out itself.
+        """
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what should survive a restart, as plain JSON: what the detectors have learned.
+
+        It goes into the checkpoint beside `meta`. Empty on ranks that write nothing.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Take over what `state_dict` gave when the checkpoint was saved; right after `open_run`, on every rank.
+
+        Without it the detectors learn from what the log has of the run.
+
+        Args:
+            state: What `state_dict` returned; None or empty for nothing.
+
+        Raises:
+            UsageError: It is something else.
         """
 
     def log_later(self, row: PendingRow, step: SupportsIndex, tokens: SupportsIndex) -> None:
@@ -203,37 +274,82 @@ class RecordingRun(Run):
         opening: The segment that this process became.
         start: Its start record.
         settings: Limits of memory and time.
+        detectors: Look at what is logged.
+        hook: Is told of alerts.
 
     Raises:
         OSError: The start record could not be written.
     """
 
-    def __init__(self, opening: Opening, start: Record, settings: Settings) -> None:
+    def __init__(
+        self,
+        opening: Opening,
+        start: Record,
+        settings: Settings,
+        detectors: Sequence[Detector] = (),
+        hook: Hook | None = None,
+    ) -> None:
         super().__init__(opening.run_id, opening.segment, opening.start_step, opening.start_tokens, opening.recipe_hash)
         self.folder = opening.folder
         self._buffer = Buffer(settings.queue_points, opening.start_tokens)
-        self._drain = Drain(opening.folder, self._buffer, start, settings)
+        self._alert_numbers = count(1)
+        self._hook = hook
+        self._watch = Watch(detectors, self._next_alert_id, self._alert_was_raised, recipe_hash=opening.recipe_hash)
+        start.values["alerts"] = self._watch.describe() if detectors else None
+        self._drain = Drain(opening.folder, self._buffer, start, settings, self._watch)
         self._checkpointer = Worker("llmtrack-checkpoint")
         self._recording: list[Record] = []  # checkpoints that are not durable yet
-        self._alerts = 0
+        self._last_alert: dict[str, object] | None = None  # above information
         self._on_alert: list[Callable[[], None]] = []
         self._is_over = False
         self._has_end = False
         self._has_warned = False
         self._is_disowned = False
+        self._hurried_at_s = -_HURRY_S
+        self._learner = Worker("llmtrack-history")
         self._drain.open()
+        self._learn_from(opening)
         keep_until_exit(self)
 
-    def log(self, metrics: Mapping[str, Value], step: SupportsIndex, tokens: SupportsIndex) -> None:
+    def _learn_from(self, opening: Opening) -> None:
+        """Have the detectors learn from the log what this run was like before; on a thread of its own."""
+        if opening.from_run is None or opening.from_segment is None or opening.recipe_diff is not None:
+            return  # what another recipe does, the past does not tell
+        metrics = self._watch.past_metrics
+        if not metrics:
+            return
+        root, place = opening.folder.parents[1], (opening.from_run, opening.from_segment, opening.start_tokens)
+        take = self._watch.wait_for_history()
+
+        def learn() -> None:
+            rows = []
+            try:
+                rows = read_history(root, *place, metrics)
+            finally:
+                take(rows)
+                self._drain.wake()
+
+        self._learner.submit(learn)
+
+    def log(
+        self,
+        metrics: Mapping[str, Value],
+        step: SupportsIndex,
+        tokens: SupportsIndex,
+        *,
+        batch_ids: object = None,
+        position: SupportsIndex | None = None,
+    ) -> None:
         """Put a row of metrics in memory and return; see `Run.log`."""
         # The common case, a dict of floats, takes no call of ours: summing it is the cheapest proof of its types.
         buffer = self._buffer
         try:
             given: Any = metrics  # what has no sum or no copy is looked at below
-            kind: type | None = type(sum(given.values()))
+            total: Any = sum(given.values())
+            kind: type | None = type(total)
             values: dict[str, float] = given.copy()
         except Exception:  # noqa: BLE001  # whatever adding two values of a kind raises: each is looked at below
-            kind, values = None, {}
+            kind, values, total = None, {}, 0.0
         if (
             kind is not float
             or type(step) is not int
@@ -242,8 +358,10 @@ class RecordingRun(Run):
             or step < 0
             or "" in metrics
         ):
-            self._log_with_care(metrics, step, tokens)
+            self._log_with_care(metrics, step, tokens, batch_ids, position)
             return
+        if batch_ids is not None or position is not None:
+            self.batches(step, batch_ids, position)
         buffer.tokens = tokens
         points = buffer.put_points + len(values)
         if points <= buffer.easy_points and buffer.gap is None:
@@ -251,6 +369,15 @@ class RecordingRun(Run):
             buffer.items.append((time_ns(), step, tokens, values))
         else:
             self._put(step, tokens, values)
+        if total - total:  # NaN, for NaN and the infinities
+            self._hurry()
+
+    def _hurry(self) -> None:
+        """Have a row written at once that has something that is no number: the trainer may end now."""
+        now_s = monotonic()
+        if now_s >= self._hurried_at_s + _HURRY_S and not self._is_over:  # some metrics are NaN in every row
+            self._hurried_at_s = now_s
+            self._drain.wake()
 
     def _put(self, step: int, tokens: int, values: dict[str, float] | PendingRow) -> None:
         if self._is_over:
@@ -266,17 +393,58 @@ class RecordingRun(Run):
             self._has_warned = True
             _log.warning("llmtrack: %s() after the end of run %s is not recorded", call, self.run_id)
 
-    def _log_with_care(self, metrics: Mapping[str, Value], step: SupportsIndex, tokens: SupportsIndex) -> None:
+    def _log_with_care(
+        self,
+        metrics: Mapping[str, Value],
+        step: SupportsIndex,
+        tokens: SupportsIndex,
+        batch_ids: object,
+        position: SupportsIndex | None,
+    ) -> None:
         if not isinstance(metrics, Mapping):
             raise UsageError(f"metrics are a {type(metrics).__name__}", hint="give a dict of name -> number")
         values = {_name(name): take_value(name, value) for name, value in metrics.items()}
         known: dict[str, float] = {name: value for name, value in values.items() if not isinstance(value, PendingValue)}
-        if len(known) < len(values):
-            self.log_later(DeviceRow(values), step, tokens)
-            return
         at_step, at_tokens = self._place(step, tokens)
-        if known:
+        if batch_ids is not None or position is not None:
+            self.batches(at_step, batch_ids, position)
+        if len(known) < len(values):
+            self._put(at_step, at_tokens, DeviceRow(values))
+        elif known:
             self._put(at_step, at_tokens, known)
+
+    def batches(
+        self,
+        step: SupportsIndex,
+        ids: object = None,
+        position: SupportsIndex | None = None,
+        *,
+        rank: int | None = None,
+        late: bool = False,
+    ) -> None:
+        """Say what a step was trained on; see `Run.batches`."""
+        at = None if position is None else _coordinate("position", position)
+        mark = StepIds(_coordinate("step", step), self._buffer.tokens, take_ids(ids), at, rank, late)
+        if (mark.ids or at is not None) and not self._is_over:
+            self._buffer.put_mark(mark)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do something else than training; see `Run.pause`."""
+        try:
+            yield
+        finally:
+            if not self._is_over:
+                self._buffer.put_mark(Pause())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what should survive a restart; see `Run.state_dict`."""
+        return self._watch.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Take over what another process had learned; see `Run.load_state_dict`."""
+        if state is not None and state != {}:
+            self._watch.load_state_dict(state)
 
     def log_later(self, row: PendingRow, step: SupportsIndex, tokens: SupportsIndex) -> None:
         """Put a row in memory whose values are still on their way; see `Run.log_later`."""
@@ -340,12 +508,11 @@ class RecordingRun(Run):
         value: float | None = None,
     ) -> None:
         """Record an alert of the caller's own; see `Run.alert`."""
-        self._alerts += 1
         record = self._record(
             "alerts",
             step,
             tokens,
-            alert_id=f"{self.run_id}-{self.segment}-{self._alerts}",
+            alert_id=self._next_alert_id(),
             rule=str(rule),
             level=str(level),
             metric=metric,
@@ -353,12 +520,24 @@ class RecordingRun(Run):
             message=str(message),
             phase="raised",
         )
+        told = dict(record.values)
         if not self._is_over:
             self._buffer.put_item(record)
             self._drain.wake()
-        if level != "info":
-            for act in self._on_alert:
-                act()
+        self._alert_was_raised(told)
+
+    def _next_alert_id(self) -> str:
+        return f"{self.run_id}-{self.segment}-{next(self._alert_numbers)}"
+
+    def _alert_was_raised(self, alert: dict[str, object]) -> None:
+        """Do what is to be done about an alert; on the thread that raised it, or that writes the log."""
+        if alert["level"] == "info" or self._is_disowned:
+            return
+        self._last_alert = alert
+        for act in self._on_alert:
+            act()
+        if self._hook is not None:
+            self._hook.tell({"run_id": self.run_id, "segment": self.segment, **alert})
 
     def on_alert(self, act: Callable[[], None]) -> None:
         """Have something done when an alert is recorded; see `Run.on_alert`."""
@@ -397,6 +576,9 @@ class RecordingRun(Run):
         self._drain.wake()
         self._drain.ended.wait(deadline_s - monotonic() + 1.0)
         self._checkpointer.stop(0.0)
+        self._learner.stop(0.0)
+        if self._hook is not None and not self._hook.stop(min(_HOOK_S, max(deadline_s - monotonic(), 0.0))):
+            _log.warning("llmtrack: on_alert was still at work when run %s ended", self.run_id)
         forget(self)
         if not self._drain.durable.is_set():
             _log.warning(
@@ -434,6 +616,8 @@ def open_run(
     fork: bool = False,
     preempt_signal: int | None = None,
     flops: Flops | None = None,
+    alerts: bool | Sequence[Detector] | None = None,
+    on_alert: OnAlert | None = None,
     settings: Settings | None = None,
 ) -> Run:
     """Open a run, or go on with the one that a checkpoint belongs to: every process lifetime is a segment of a run.
@@ -458,10 +642,15 @@ def open_run(
             durable, the segment ends as preempted, then what was installed for that signal before happens.
         flops: What a token costs and the devices can do, from `llmtrack.flops.estimate`; kept for whoever computes the
             utilisation again.
+        alerts: Detectors that look at what is logged, such as `llmtrack.alerts.default` returns; True and None for
+            those, False for none. Each run needs its own.
+        on_alert: Called with each alert that is worse than an information, as a dict, on a thread of its own; or a
+            command, which gets it as JSON on its standard input. Neither can block or end the training.
         settings: Limits of memory and time.
 
     Raises:
-        UsageError: No root, an id or a checkpoint that is not valid, a recipe that cannot be compared.
+        UsageError: No root, an id or a checkpoint that is not valid, a recipe that cannot be compared, detectors that
+            are none, a command that is not there.
         LlmtrackError: The storage refused the start of the segment, or (on other ranks) rank 0 raised.
     """
     if is_disabled():
@@ -472,12 +661,14 @@ def open_run(
     def open_on_rank_zero() -> tuple[str, int, int, int, str | None]:
         started_ms = time_ns() // 1_000_000
         where = _root(root)
+        detectors = check_detectors(alerts, world_size())
+        hook = None if on_alert is None else Hook(on_alert)
         try:
             opening = open_segment(
                 where, run_id=run_id, checkpoint=checkpoint, recipe=recipe, on_rollback=on_rollback, fork=fork
             )
             start = _start_record(opening, started_ms, project, run_name, config, flops=flops)
-            run = RecordingRun(opening, start, settings or Settings())
+            run = RecordingRun(opening, start, settings or Settings(), detectors, hook)
         except OSError as error:
             raise LlmtrackError(
                 f"cannot start a segment in {where}: {error.strerror} ({error.filename})",

@@ -61,7 +61,7 @@ def loss(*tokens: int, name: str = "loss", value: float | None = None) -> list[P
         ),
         ("checkpoints", [*_PLACE, *_TABLE["checkpoints"], "superseded_by", "settled"]),
         ("alerts", [*_PLACE, *_TABLE["alerts"], "superseded_by", "settled"]),
-        ("batches", [*_PLACE, *_TABLE["batches"]]),
+        ("batches", [*_PLACE, *_TABLE["batches"], "superseded_by", "settled"]),
         ("gaps", [*_PLACE, *_TABLE["gaps"]]),
         ("evals", [*_PLACE, *_TABLE["evals"], "superseded_by", "matched"]),
         (

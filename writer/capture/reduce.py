@@ -111,7 +111,6 @@ class Reducer:
         self._known_meshes: set[DeviceMesh] = set()
         self._steps = 0  # that this reducer has seen the end of
         self._tokens = 0
-        self._has_impossible_mfu = False
         # Disabled, or a rank that knows of no other: nobody would log what is reduced.
         self._is_off = run.segment == 0
         if cadence is not None:
@@ -289,7 +288,7 @@ class Reducer:
         self._finish_last(step)
         if self._is_off:
             return
-        self._measure(step, tokens, windows)
+        self._measure(tokens, windows)
         wants_burst = self.cadence is not None and self.cadence.take_request()
         try:
             reduction = Reduction(
@@ -315,7 +314,7 @@ class Reducer:
         elif reduction.out_of_place:
             _log.warning("llmtrack: at step %d, on this rank, %s", step, reduction.out_of_place)
 
-    def _measure(self, step: int, tokens: int, windows: list[Window]) -> None:
+    def _measure(self, tokens: int, windows: list[Window]) -> None:
         """Give the window that throughput belongs to what was measured in it, if it is one of these."""
         if self.throughput is None or self._window_of(TOKENS_PER_S) not in windows:
             return
@@ -326,17 +325,6 @@ class Reducer:
         self.max(DATA_WAIT_S, speed.data_wait_s)
         self.last(MFU, speed.mfu)
         self.max(MAX_MEMORY_BYTES, speed.max_memory_bytes)
-        if speed.mfu is not None and speed.mfu > 1 and not self._has_impossible_mfu:
-            self._has_impossible_mfu = True
-            self._run.alert(
-                "mfu",
-                f"the model uses {speed.mfu:.0%} of what its devices can do at most: the formula's terms, the peak or "
-                "the number of devices in the segment's flops are not those of this job",
-                step,
-                tokens,
-                metric=MFU,
-                value=speed.mfu,
-            )
 
     def _finish_last(self, step: int) -> None:
         """Take note of what the last reduction has shown to all ranks; it ended long ago."""

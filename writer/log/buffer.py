@@ -8,6 +8,7 @@ from time import time_ns
 from typing import Final, Literal
 
 from .flag import Flag
+from .ids import Mark, Pause, StepIds
 from .pending import PendingRow
 
 # One row of one `log` call: time in ns since the epoch, step, tokens, {name: value}. A tuple: the cheapest to make.
@@ -71,7 +72,7 @@ class Gap:
     errno: int | None
 
 
-Item = Row | LateRow | Record | Barrier | End | Gap
+Item = Row | LateRow | Record | Barrier | End | Gap | Mark
 
 
 class Buffer:
@@ -120,6 +121,15 @@ class Buffer:
         self.close_gap()
         self.items.append(item)
 
+    def put_mark(self, mark: Mark) -> bool:
+        """Append what belongs to the next row if there is room, and return whether there was."""
+        points = self.put_points + len(mark)
+        if points > self.allowed_points:
+            return False
+        self.put_points = points
+        self.items.append(mark)
+        return True
+
     def drop(self, step: int, tokens: int, points: int) -> None:
         """Count points as dropped, in the gap that is open or in a new one."""
         self.dropped_points += points
@@ -149,6 +159,8 @@ class Buffer:
                 points += len(item[3])
             elif isinstance(item, LateRow):
                 points += len(item.values)
+            elif isinstance(item, StepIds | Pause):
+                points += len(item)
             items.append(item)
         if self.allowed_points != _NOTHING_FITS:
             # An empty queue is the moment at which both counts are known to be equal.

@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic, sleep
-from typing import Final
+from typing import Final, Protocol
 
 import pyarrow as pa
 
@@ -28,6 +28,7 @@ from .appender import Appender, SyncMark
 from .arrays import one, record_batch
 from .buffer import Barrier, Buffer, End, Gap, Item, LateRow, Record, Row
 from .flag import Flag
+from .ids import Mark, Pause, StepIds
 from .publish import sync_folder
 from .rows import RowEncoder
 from .seal import seal_part, seal_segment
@@ -41,6 +42,22 @@ _HEARTBEAT_BYTES: Final = 512  # always the same length, so that one write in pl
 _LATE_ROWS_S: Final = 5.0  # once the run ends: a rank that is gone never sends, and one that lives has sent long ago
 # What Python and Arrow raise for a name that is no string or a value that is no number.
 _UNSTORABLE: Final = (TypeError, ValueError, OverflowError, RuntimeError, struct.error, pa.ArrowException)
+
+
+class Observer(Protocol):
+    """Looks at the rows on the drain thread; what it returns is recorded behind them."""
+
+    def look(self, items: Sequence[Row | Mark]) -> list[Record]:
+        """Look at what was logged; called in every turn, also with nothing."""
+        ...
+
+    def note(self, record: Record) -> list[Record]:
+        """Complete an alert of the caller's own before it is written, and return what belongs behind it."""
+        ...
+
+    def end(self) -> list[Record]:
+        """Return what is to be recorded before the end record."""
+        ...
 
 
 @dataclass
@@ -67,17 +84,22 @@ class Drain:
         buffer: What the training thread fills.
         start: The segment's start record, without `seq`; written again if the folder vanishes.
         settings: Limits.
+        observer: Looks at every row that is written; None for nobody.
 
     Attributes:
         durable: Set when the end record and everything before it is durable.
         ended: Set when the thread does nothing more.
     """
 
-    def __init__(self, folder: Path, buffer: Buffer, start: Record, settings: Settings) -> None:
+    def __init__(
+        self, folder: Path, buffer: Buffer, start: Record, settings: Settings, observer: Observer | None = None
+    ) -> None:
         self._folder = folder
         self._buffer = buffer
         self._start = start
         self._settings = settings
+        self._observer = observer
+        self._unobserved: list[Row | Mark] = []
         self._wakes: SimpleQueue[None] = SimpleQueue()
         self._thread = Thread(target=self._main, name="llmtrack-drain", daemon=True)
         self._syncer = Worker("llmtrack-sync")
@@ -195,6 +217,7 @@ class Drain:
             self._taken.extend(self._buffer.take(self._settings.batch_points))
             self._has_more = bool(self._buffer.items)
         self._is_held_up = False
+        self._observe()
         while self._taken and not self._is_held_up:
             self._write_next()
             self._seal_if_full()
@@ -210,6 +233,8 @@ class Drain:
         rows = self._take_rows()
         if rows:
             self._append_rows(rows)
+        elif self._unobserved:
+            self._observe()
         elif self._taken and not self._is_held_up:
             self._write_item(self._taken.popleft())
 
@@ -220,6 +245,10 @@ class Drain:
             item = self._taken[0]
             if isinstance(item, tuple):
                 rows.append(item)
+                self._unobserved.append(item)
+                self._taken.popleft()
+            elif isinstance(item, StepIds | Pause):
+                self._unobserved.append(item)
                 self._taken.popleft()
             elif isinstance(item, LateRow):
                 self._is_held_up = not self._settle_late(item)
@@ -236,6 +265,10 @@ class Drain:
             self._wants_sync.append(item.durable.set)
         elif isinstance(item, Gap):
             self._append_gap(item)
+        elif isinstance(item, End) and self._observer is not None:
+            observer, self._observer = self._observer, None
+            self._taken.appendleft(item)
+            self._put_first(self._ask(observer.end))
         elif isinstance(item, End):
             self._end = item
             place = {"step": self._step, "tokens": self._tokens, "dropped": self._dropped_points}
@@ -243,7 +276,28 @@ class Drain:
         elif isinstance(item, Record) and item.after_sync:
             self._wants_sync.append(lambda: self._append_durably(item))
         elif isinstance(item, Record):
+            if item.table == "alerts" and self._observer is not None:
+                observer = self._observer
+                self._put_first(self._ask(lambda: observer.note(item)))
             self._append_durably(item)
+
+    def _observe(self) -> None:
+        """Have the rows looked at; what is to be recorded comes next, whatever becomes of the rows meanwhile."""
+        items, self._unobserved = self._unobserved, []
+        if self._observer is not None:
+            observer = self._observer
+            self._put_first(self._ask(lambda: observer.look(items)))
+
+    def _ask(self, question: Callable[[], list[Record]]) -> list[Record]:
+        try:
+            return question()
+        except Exception:  # noqa: BLE001  # whatever is wrong with it, the log goes on without it
+            self._observer = None
+            _log.exception("llmtrack: nothing looks at what is logged any more; the log itself goes on")
+            return []
+
+    def _put_first(self, records: list[Record]) -> None:
+        self._taken.extendleft(reversed(records))
 
     def _settle_late(self, row: LateRow) -> bool:
         """Put the values of a row whose turn it is in its place; return False while they are on their way."""
@@ -277,6 +331,7 @@ class Drain:
         first = self._seq + 1
         self._seq += len(rows)
         _, self._step, self._tokens, _ = rows[-1]
+        self._observe()
         self._append("metrics", encode_batch(batch, first, self._seq))
 
     def _storable(self, rows: list[Row], why: Exception) -> list[Row]:
