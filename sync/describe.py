@@ -71,11 +71,11 @@ def side_spec(run: LoggedRun, kind: str, stretch: Stretch, generation: int, cano
     if kind == SUPERSEDED:
         starts = [segments[n].start_tokens for n in stretch.superseded_by if n in segments]
         first = min([stretch.first_tokens, *(start for start in starts if start is not None)])
-        by = ", ".join(map(str, stretch.superseded_by))
-        facts |= {"first_tokens": str(first), "superseded_by": by}
+        by = [str(n) for n in stretch.superseded_by]
+        facts |= {"first_tokens": str(first), "superseded_by": ", ".join(by)}
         name = (
-            f"segment {stretch.segment}: superseded {tokens(first)}\N{EN DASH}{tokens(stretch.last_tokens)} tokens"
-            f" by segment {by}"
+            f"segment {stretch.segment}: superseded by {' and '.join(by)},"
+            f" {tokens(first)}\N{EN DASH}{tokens(stretch.last_tokens)} tokens"
         )
     else:
         first = run.settled_to if run.settled_to is not None else stretch.first_tokens
@@ -274,31 +274,28 @@ def _note(run: LoggedRun, story: Story) -> str:
         lines.append(
             f"Forked from `{run.parent_run}`"
             + (f", segment {run.fork['segment']}" if "segment" in run.fork else "")
-            + (f", at {run.fork['tokens']} tokens" if "tokens" in run.fork else "")
+            + (f", at {tokens(int(run.fork['tokens']))} tokens" if "tokens" in run.fork else "")
             + (f" ({run.fork['reason']})" if "reason" in run.fork else "")
             + "."
         )
         difference = [(f"recipe.{key}", before, after) for key, before, after in _fork_changes(run)]
         if difference:
-            lines.append(_table(("changed at the fork", "before", "after"), difference))
+            lines += ["**Changed at the fork**", _table(("setting", "before", "after"), difference)]
         elif "recipe_diff" in run.fork:
             lines.append("Changed: see the tag `llmtrack.fork_recipe_diff`.")
-    changed = changes(story)
-    if changed:
-        lines.append(
-            _table(
-                ("changed on the way", "since segment", "before", "after"),
-                [(change.key, change.segment, change.before, change.after) for change in changed],
-            )
-        )
     raised = [alert for alert in story.alerts if alert.is_raised]
     if raised:
-        rows = [(tokens(a.tokens), a.level, a.rule, a.metric, a.message) for a in reversed(raised)]
-        lines.append(
-            _table((f"{len(raised)} alerts, the newest first: tokens", "level", "rule", "metric", "said"), rows)
-        )
+        rows = [(tokens(a.tokens), a.segment, a.level, a.rule, a.metric, a.message) for a in reversed(raised)]
+        titles = ("tokens", "segment", "level", "rule", "metric", "message")
+        lines += [f"**{len(raised)} alert{'s' * (len(raised) > 1)}**, the newest first", _table(titles, rows)]
+    changed = changes(story)
+    if changed:
+        rows_of_changes = [(change.key, change.segment, change.before, change.after) for change in changed]
+        titles = ("setting", "since segment", "before", "after")
+        lines += ["**Changed on the way**; parameters show the first values", _table(titles, rows_of_changes)]
     segments = [_row(segment) for segment in reversed(run.segments)]
-    lines.append(_table(("segment", "from tokens", "ended", "host", "ranks"), segments))
+    count = f"**{len(segments)} segment{'s' * (len(segments) != 1)}**, the newest first"
+    lines += [count, _table(("segment", "from tokens", "ended", "host", "ranks"), segments)]
     lines.append("Whole tables: artifacts, folder `llmtrack`. Superseded and provisional stretches: nested runs.")
     return _fitting(lines)
 
@@ -325,4 +322,5 @@ def _cell(value: object) -> str:
 
 
 def _row(segment: Segment) -> tuple[object, ...]:
-    return segment.segment, segment.start_tokens, segment.exit, segment.host, segment.world_size
+    start = None if segment.start_tokens is None else tokens(segment.start_tokens)
+    return segment.segment, start, segment.exit, segment.host, segment.world_size

@@ -35,6 +35,7 @@ _SHOWN_BY_MLFLOW: Final = {
     "git_commit": "mlflow.source.git.commit",
     "git_dirty": "mlflow.source.git.dirty",
 }
+_PAGES: Final = "workflowType=machine_learning"  # of MLflow's two sets of pages, not the one for agents
 _PARENT: Final = "mlflow.parentRunId"
 _NOTE: Final = "mlflow.note.content"
 _DESCRIBED: Final = "llmtrack.described"  # digest of the configuration whose parameters are all there
@@ -210,9 +211,12 @@ class MlflowSink:
                 metric.key: Record(metric.key, metric.step, metric.timestamp, metric.value)
                 for metric in native.data._metric_objs  # noqa: SLF001 - the public dictionary has values alone
             },
-            url=f"{self.tracker}/#/experiments/{info.experiment_id}/runs/{info.run_id}" if self._is_server else "",
+            url=self._page(info.experiment_id, info.run_id),
             native=native,
         )
+
+    def _page(self, experiment_id: str, ref: str) -> str:
+        return f"{self.tracker}/#/experiments/{experiment_id}/runs/{ref}?{_PAGES}" if self._is_server else ""
 
     def _describe(self, ref: str, spec: RunSpec, tags: dict[str, str]) -> None:
         """Write tags, and the parameters that are not there yet: MLflow never changes one."""

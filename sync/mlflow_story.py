@@ -17,7 +17,7 @@ from llmtrack.writer.errors import RejectedError
 
 from . import mlflow_client
 from .mlflow_encode import finite, key_of, shifted_ms
-from .mlflow_tables import FOLDER, Table, tables
+from .mlflow_tables import FOLDER, Table, tables, time_text
 from .sink import CANONICAL, Record, TrackerRun
 from .story import Checkpoint, Story
 
@@ -33,6 +33,7 @@ _TABLES: Final = "llmtrack.tables"  # digests of what was uploaded, as JSON
 _NOT_STORED: Final = "llmtrack.tables_not_stored"  # and why something was not
 _LOGGED: Final = "mlflow.loggedArtifacts"  # what MLflow's pages show as tables
 _REASON_CHARS: Final = 300
+_LARGE_UNITS: Final = 100  # of the unit that a number of tokens is told in
 
 
 @dataclass
@@ -214,6 +215,7 @@ class Teller:
             "segment": checkpoint.segment,
             "path": checkpoint.path,
             "bytes": checkpoint.bytes,
+            "time": time_text(checkpoint.time_ms),
         }
         model = self._client.create_logged_model(
             self._experiment_id,
@@ -296,11 +298,11 @@ def _changed(there: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, s
 
 
 def _plain_tokens(number: int) -> str:
-    """Return a number of tokens for people, with the letters that a model's name may have: no dot."""
-    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size and number % size == 0:
-            return f"{number // size}{unit}"
-    return f"{number:,}"
+    """Return a number of tokens with three to six digits and the letters that a model's name may have: no dot."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if number >= _LARGE_UNITS * size:
+            return f"{round(number / size)}{unit}"
+    return str(number)
 
 
 def _is_whole(table: Table, sizes: Mapping[str, int]) -> bool:

@@ -88,10 +88,11 @@ def _split(rows: Iterable[Mapping[str, Any]], columns: Iterable[str] | None = No
 
 
 def _times(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {_TIMES.get(name, name): _text(value) if name in _TIMES else value for name, value in row.items()}
+    return {_TIMES.get(name, name): time_text(value) if name in _TIMES else value for name, value in row.items()}
 
 
-def _text(time_ms: int | None) -> str | None:
+def time_text(time_ms: int | None) -> str | None:
+    """Return milliseconds since the epoch as people read them."""
     if time_ms is None:
         return None
     return dt.datetime.fromtimestamp(time_ms / 1000, dt.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

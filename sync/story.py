@@ -23,9 +23,9 @@ _RAISED: Final = "raised"
 _NO_VALUE: Final = 1.0  # an alert that is about no value is a point all the same
 
 _SEGMENT_COLUMNS: Final = (
-    "segment", "start_tokens", "start_step", "start_ms", "end_tokens", "end_step", "end_ms", "exit", "detail",
-    "dropped", "from_run", "from_segment", "from_ckpt", "fork_reason", "host", "world_size", "nodes", "git_commit",
-    "git_dirty", "image_digest", "scheduler", "versions",
+    "segment", "start_tokens", "end_tokens", "exit", "detail", "start_ms", "end_ms", "host", "world_size", "git_commit",
+    "git_dirty", "from_run", "from_segment", "from_ckpt", "fork_reason", "start_step", "end_step", "dropped", "nodes",
+    "scheduler", "image_digest", "versions",
 )  # fmt: skip
 # How far a segment has come is told once it comes no further: a story that changed with every point would be told again
 # and again.
@@ -320,9 +320,9 @@ def _json(text: str | None) -> dict[str, Any]:
 
 
 def _alert(row: Mapping[str, Any]) -> Alert:
-    names = Alert.__annotations__
-    ids = tuple(map(str, row["batch_ids"] or ()))
-    return Alert(**{name: row[name] for name in names} | {"batch_ids": ids, "rule": row["rule"] or "alert"})
+    columns: dict[str, Any] = {name: row[name] for name in Alert.__annotations__}
+    columns |= {"batch_ids": tuple(map(str, row["batch_ids"] or ())), "rule": row["rule"] or "alert"}
+    return Alert(**columns)
 
 
 def _evaluation(row: Mapping[str, Any]) -> Evaluation:

@@ -15,9 +15,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlencode, urlsplit
 
+import pytest
 from mlflow import MlflowClient
 
-from tests.contract.conftest import Bench, Model, Stored, evaluate
+from tests.contract.conftest import Bench, Log, Model, Stored, evaluate
+
+
+@pytest.fixture(params=["embedded", "server"])
+def bench(request: pytest.FixtureRequest, log: Log, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """The log, and MLflow in both of its ways."""
+    return Bench(log, request.getfixturevalue(request.param), tmp_path / "state", capsys)
 
 
 def models(bench: Bench) -> dict[str, Model]:

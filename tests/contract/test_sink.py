@@ -49,7 +49,7 @@ def test_side_runs_hold_exactly_what_is_superseded_or_provisional(bench: Bench) 
     assert canonical.points == points(rows, lambda row: row.segment == 1 and row.tokens <= 4000)
     assert left.points == points(rows, lambda row: row.segment == 1 and row.tokens > 4000)
     assert tail.points == points(rows, lambda row: row.segment == 2)
-    assert (left.name, left.status) == ("segment 1: superseded 4000\N{EN DASH}5000 tokens by segment 2", "KILLED")
+    assert (left.name, left.status) == ("segment 1: superseded by 2, 4000\N{EN DASH}5000 tokens", "KILLED")
     assert (left.tag("segment"), left.tag("superseded_by"), tail.tag("segment")) == ("1", "2", "2")
     for side in (left, tail):
         assert side.tags["mlflow.parentRunId"] == canonical.ref
