@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -163,7 +163,7 @@ class Service:
         self._had_success = False
         self._refused_until_s = 0.0
         self._said_damages: set[str] = set()
-        self._record = record.RootRecord(str(settings.root), sink.name, sink.tracker, _plain(settings.options))
+        self._record = record.RootRecord(str(settings.root), sink.name, sink.tracker, asdict(settings.options))
         self._has_unsaved = False
         self._scanner: Scanner
         self._ledger: Ledger
@@ -576,10 +576,6 @@ def _signals(inbox: SimpleQueue[_Event | _Signal | _Done]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _plain(options: Options) -> dict[str, str]:
-    return {"tail": options.tail, "superseded": options.superseded, "verify": options.verify}
 
 
 def _age_s(time_: dt.datetime) -> float:
