@@ -99,9 +99,22 @@ function align(lines) {
     }
     at = end;
   }
-  // undefined: the line has no point here and goes on; null: it has one that cannot be drawn, and breaks.
   columns.forEach((column) => (column.length = all.length));
-  return { xs: all, columns: columns.map((column) => Array.from(column)) };
+  return { xs: all, columns: columns.map((column) => widenBreaks(Array.from(column))) };
+}
+
+// undefined: the line has no point here and goes on; null: it has one that cannot be drawn, and breaks. A break reaches from
+// the point before to the point after, whatever points other lines have between them.
+function widenBreaks(column) {
+  for (const [first, end, by] of [[0, column.length, 1], [column.length - 1, -1, -1]]) {
+    let isBroken = false;
+    for (let place = first; place !== end; place += by) {
+      if (column[place] === null) isBroken = true;
+      else if (column[place] !== undefined) isBroken = false;
+      else if (isBroken) column[place] = null;
+    }
+  }
+  return column;
 }
 
 // Tokens, or another coordinate, of a place that is given in tokens, from the nearest points of a run's segment.

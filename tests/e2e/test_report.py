@@ -246,6 +246,23 @@ def test_several_runs_share_a_chart_and_each_can_be_left_out(opened: Open, odd: 
     assert browser.errors == []
 
 
+def test_a_break_is_a_break_whatever_other_runs_have_there(opened: Open, odd: Path) -> None:
+    """By time a curve ends where its segment ended, although another run went on."""
+    browser = opened(odd, "pretrain-7b", "pretrain-7b-recipe-1")
+    browser.run("document.querySelector('[value=time]').click()")
+    child = "report.panels[0].entries.findIndex(entry => entry.line.run === 1) + 1"
+    column = browser.run(f"[...{_CHART}.data[{child}]].map(y => y === undefined ? 'none' : y)")
+    xs = browser.run(f"{_CHART}.data[0]")
+    ((end, begin),) = ask(
+        odd,
+        "SELECT epoch_ms(max(time) FILTER (source_run <> run_id)), epoch_ms(min(time) FILTER (source_run = run_id)) FROM"
+        " history WHERE run_id = 'pretrain-7b-recipe-1'",
+    )
+    between = [y for x, y in zip(xs, column, strict=True) if end < x < begin]
+    assert len(between) > 900
+    assert set(between) == {None}
+
+
 def test_damage_and_gaps_are_seen(opened: Open, odd: Path) -> None:
     """In the first screen in words, in the charts as bands, and the line breaks where rows are missing."""
     browser = opened(odd, "pretrain-7b")
