@@ -35,6 +35,11 @@ _SHOWN_BY_MLFLOW: Final = {
     "git_commit": "mlflow.source.git.commit",
     "git_dirty": "mlflow.source.git.dirty",
 }
+# Of curves, none of them grey. Those that MLflow would choose meet too often.
+_COLORS: Final = (
+    "#1f6fb5", "#d1495b", "#2e8b57", "#8e5ea2", "#e07b00", "#00838f", "#a0522d", "#c2338a", "#6b7f00", "#3f51b5",
+)  # fmt: skip
+_RUN_COLOR: Final = "mlflow.runColor"
 _PAGES: Final = "workflowType=machine_learning"  # of MLflow's two sets of pages, not the one for agents
 _PARENT: Final = "mlflow.parentRunId"
 _NOTE: Final = "mlflow.note.content"
@@ -98,6 +103,8 @@ class MlflowSink:
         """Make a run; its tags come with the request that makes it."""
         tags = _tags(spec)
         tags.pop(_DESCRIBED, None)  # not before the parameters are there
+        if spec.kind == CANONICAL:
+            tags[_RUN_COLOR] = _color(spec.run_id, spec.facts.get("parent_run"))  # once: a user may choose another
         with mlflow_client.translated(self._uri, spec.run_id):
             native = self._client.create_run(
                 self._experiment(spec.project), start_time=spec.start_ms, tags=tags, run_name=_name(spec)
@@ -254,7 +261,7 @@ def _tags(spec: RunSpec) -> dict[str, str]:
     if spec.parent is not None:
         tags[_PARENT] = spec.parent
     if spec.kind in _COLOR:
-        tags["mlflow.runColor"] = _COLOR[spec.kind]
+        tags[_RUN_COLOR] = _COLOR[spec.kind]
     if len(spec.name) > _NAME_CHARS:
         tags |= text_tags("llmtrack.run_name", spec.name)
     for key, value in spec.facts.items():
@@ -275,6 +282,14 @@ def _tags(spec: RunSpec) -> dict[str, str]:
 def _name(spec: RunSpec) -> str:
     """Return what MLflow has room for; the whole name is a tag."""
     return spec.name if len(spec.name) <= _NAME_CHARS else f"{spec.name[: _NAME_CHARS - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _color(run_id: str, parent_run: str | None) -> str:
+    """Return the colour of a run's curve: always the same, and another one than its parent's."""
+    number = int(_digest(run_id), 16)
+    if parent_run is not None and (number - int(_digest(parent_run), 16)) % len(_COLORS) == 0:
+        number += 1
+    return _COLORS[number % len(_COLORS)]
 
 
 def _digest(text: str) -> str:
