@@ -255,8 +255,8 @@ def test_a_break_is_a_break_whatever_other_runs_have_there(opened: Open, odd: Pa
     xs = browser.run(f"{_CHART}.data[0]")
     ((end, begin),) = ask(
         odd,
-        "SELECT epoch_ms(max(time) FILTER (source_run <> run_id)), epoch_ms(min(time) FILTER (source_run = run_id)) FROM"
-        " history WHERE run_id = 'pretrain-7b-recipe-1'",
+        "SELECT epoch_ms(max(time) FILTER (source_run <> run_id)), epoch_ms(min(time) FILTER (source_run = run_id))"
+        " FROM history WHERE run_id = 'pretrain-7b-recipe-1'",
     )
     between = [y for x, y in zip(xs, column, strict=True) if end < x < begin]
     assert len(between) > 900
