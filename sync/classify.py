@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
+from . import thin
 from .cursor import Mark
 from .sink import CANONICAL, PROVISIONAL, SUPERSEDED
 
@@ -157,7 +158,13 @@ def read_runs(con: duckdb.DuckDBPyConnection, only: Collection[str] | None = Non
 
 
 def read_part(
-    con: duckdb.DuckDBPyConnection, run_id: str, kind: str, segment: int, *, from_tokens: int | None = None
+    con: duckdb.DuckDBPyConnection,
+    run_id: str,
+    kind: str,
+    segment: int,
+    *,
+    from_tokens: int | None = None,
+    every: int = 1,
 ) -> Iterator[pa.RecordBatch]:
     """Read the points of one part of one segment in the order of their `seq`, a few thousand at a time.
 
@@ -167,13 +174,15 @@ def read_part(
         kind: `CANONICAL`, `PROVISIONAL` or `SUPERSEDED`.
         segment: Number of the segment.
         from_tokens: Leave out what has fewer tokens.
+        every: Thin out: of each so many steps keep the rows that `thin.kept` tells.
     """
+    where = f"run_id = $run AND segment = $segment AND {_PART} = $kind AND ($tokens IS NULL OR tokens >= $tokens)"
     with closing(con.cursor()) as reading:  # of its own, so that one which is dropped half-read hinders nobody
         rows = reading.sql(
             "SELECT seq, epoch_ms(time) AS time_ms, step, tokens, name, value FROM metrics"
-            f" WHERE run_id = $run AND segment = $segment AND {_PART} = $kind"
-            " AND ($tokens IS NULL OR tokens >= $tokens) ORDER BY seq",
-            params={"run": run_id, "segment": segment, "kind": kind, "tokens": from_tokens},
+            f" WHERE {where}{thin.kept(where) if every > 1 else ''} ORDER BY seq",
+            params={"run": run_id, "segment": segment, "kind": kind, "tokens": from_tokens}
+            | (thin.parameters(con, run_id, segment, every) if every > 1 else {}),
         )
         read = getattr(rows, "to_arrow_reader", None) or getattr(rows, "fetch_arrow_reader")  # noqa: B009 - DuckDB 1
         yield from read(_BATCH_ROWS)

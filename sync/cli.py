@@ -161,15 +161,16 @@ def _sync(
     log = _open_log(root, pattern, watching)
 
     from . import once, show
+    from .intact import unread
     from .replay import Options
 
     options = Options(tail, superseded, verify)
     job = once.Job(root, log, sink, state or cursor.default_state(), options, timeout_s, jobs)
     try:
         runs, known = once.select(job, pattern)
-        damages = log.execute("SELECT path, first_byte, end_byte, reason FROM damages").fetchall()
-        for path, first, end, reason in damages:
-            say(f"damaged: {path}: bytes {first} to {end}: {reason}")
+        damaged = [file for file in unread(log) if not file.is_newer]
+        for file in damaged:
+            say(f"damaged: {file.path}: bytes {file.first_byte} to {file.end_byte}: {file.reason}")
         if dry_run:
             outcome = once.plan(job, runs)
         else:
@@ -194,7 +195,7 @@ def _sync(
         return EXIT_UNREACHABLE if isinstance(outcome.stopped_by, RetryableSinkError) else EXIT_USAGE
     if any(report.error for report in outcome.reports):
         return EXIT_INCOMPLETE
-    return EXIT_DAMAGED if damages else EXIT_OK
+    return EXIT_DAMAGED if damaged else EXIT_OK
 
 
 def _check_root(root: Path) -> None:

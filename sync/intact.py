@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +18,8 @@ from llmtrack.writer.log.seal import CHECK_KEY, verify_sealed
 
 if TYPE_CHECKING:
     import duckdb
+
+_NEWER: Final = "written in format "  # as the reading of parts says it
 
 
 def set_damaged_aside(con: duckdb.DuckDBPyConnection, root: Path, run_ids: Collection[str] | None = None) -> bool:
@@ -44,6 +46,31 @@ def set_damaged_aside(con: duckdb.DuckDBPyConnection, root: Path, run_ids: Colle
     for part, reason in damaged:
         set_aside(con, str(part.absolute()), reason)
     return bool(damaged)
+
+
+class Unread(NamedTuple):
+    """A file of the log that could not be read, or not whole; bytes from `first_byte` to before `end_byte`."""
+
+    run_id: str
+    path: str
+    first_byte: int
+    end_byte: int
+    reason: str
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether nothing is wrong with it: a newer llmtrack wrote it."""
+        return self.reason.startswith(_NEWER)
+
+
+def unread(con: duckdb.DuckDBPyConnection) -> list[Unread]:
+    """Return what could not be read, by path.
+
+    Args:
+        con: From `llmtrack.query.connect`.
+    """
+    rows = con.execute("SELECT run_id, path, first_byte, end_byte, reason FROM damages ORDER BY path, first_byte")
+    return [Unread(*row) for row in rows.fetchall()]
 
 
 def _has_checksum(part: Path) -> bool:

@@ -104,14 +104,15 @@ def connect(uri: str, timeout_s: float) -> RestClient | DatabaseClient:
     """
     _settle_environment(timeout_s)
     _reach_database(uri)
-    with warnings.catch_warnings(), translated(uri):
-        warnings.simplefilter("ignore")
+    with translated(uri):
         client: RestClient | DatabaseClient
         if uri.startswith(("http://", "https://")):
             client = RestClient(uri, min(_REQUEST_S, timeout_s))
         else:
             client = DatabaseClient(uri, _sqlite_file(uri))
-        client.probe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            client.probe()
         return client
 
 

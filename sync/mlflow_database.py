@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -107,6 +107,16 @@ class DatabaseClient:
             token = found.token
             if not token:
                 return
+
+    def log_texts(self, ref: str, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        """Write parameters and tags."""
+        from mlflow.entities import Param, RunTag
+
+        self._client.log_batch(
+            ref,
+            params=[Param(key, value) for key, value in params.items()],
+            tags=[RunTag(key, value) for key, value in tags.items()],
+        )
 
     def log_records(self, ref: str, records: Sequence[Record]) -> None:
         """Add at most a thousand records in one transaction."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _API: Final = "/api/2.0/mlflow"
 _NOT_THERE: Final = "RESOURCE_DOES_NOT_EXIST"
+_EXISTS: Final = "RESOURCE_ALREADY_EXISTS"
 _EMPTY: Final = "EMPTY_ANSWER"
 _NOT_JSON: Final = "NOT_JSON"
 _CREDENTIALS: Final = Path("~/.mlflow/credentials")
@@ -32,6 +33,7 @@ _CREDENTIALS: Final = Path("~/.mlflow/credentials")
 _SPECIAL: Final = ("MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4", "MLFLOW_WORKSPACE")
 
 PAGE_RUNS: Final = 500
+_BATCH_TEXTS: Final = 100  # parameters or tags in one request
 OLDEST_FIRST: Final = ["attributes.start_time ASC"]
 _SINGLE_SEARCHES: Final = 20  # above it, one search for all runs of an experiment is cheaper
 
@@ -177,6 +179,41 @@ class RestClient:
         """Return one run."""
         return _run(self._get("runs/get", {"run_id": ref})["run"])
 
+    def create_experiment(self, name: str, artifact_location: str | None = None) -> str:
+        """Make an experiment, unless an answer was lost and it is there already; return its id."""
+        body = {"name": name, **({"artifact_location": artifact_location} if artifact_location else {})}
+        try:
+            return str(self._post("experiments/create", body)["experiment_id"])
+        except RestError as error:
+            there = self.get_experiment_by_name(name) if error.error_code == _EXISTS else None
+            if there is None:
+                raise
+            return there.experiment_id
+
+    def create_run(self, experiment_id: str, start_time: int, tags: Mapping[str, str], run_name: str) -> Any:
+        """Make a run with its tags."""
+        body = {"experiment_id": experiment_id, "start_time": start_time, "run_name": run_name, "tags": _pairs(tags)}
+        return _run(self._post("runs/create", body)["run"])
+
+    def update_run(self, ref: str, status: str | None = None, name: str | None = None) -> None:
+        """Give a run another status or name."""
+        said = {"status": status, "run_name": name}
+        self._post("runs/update", {"run_id": ref, **{key: value for key, value in said.items() if value is not None}})
+
+    def set_terminated(self, ref: str, status: str, end_time: int | None) -> None:
+        """Say how and when a run ended."""
+        self._post("runs/update", {"run_id": ref, "status": status, **({"end_time": end_time} if end_time else {})})
+
+    def delete_run(self, ref: str) -> None:
+        """Delete a run, as MLflow does."""
+        self._post("runs/delete", {"run_id": ref})
+
+    def log_texts(self, ref: str, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        """Write parameters and tags, in as many requests as it takes."""
+        for kind, texts in (("params", _pairs(params)), ("tags", _pairs(tags))):
+            for at in range(0, len(texts), _BATCH_TEXTS):
+                self._post("runs/log-batch", {"run_id": ref, kind: texts[at : at + _BATCH_TEXTS]})
+
     def log_records(self, ref: str, records: Sequence[Record]) -> None:
         """Add at most a thousand records in one request."""
         metrics = [{"key": r.key, "value": r.value, "timestamp": r.time_ms, "step": r.tokens} for r in records]
@@ -237,6 +274,10 @@ def _retry_after_s(response: requests.Response) -> float | None:
     """Return the seconds of a Retry-After header; a date, which the standard also allows, is nobody's habit here."""
     text = response.headers.get("Retry-After", "").strip()
     return float(text) if text.isdecimal() else None
+
+
+def _pairs(texts: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"key": key, "value": value} for key, value in texts.items()]
 
 
 def _run(content: Mapping[str, Any]) -> Run:
@@ -303,7 +344,6 @@ def _send_plainly(uri: str, timeout_s: float) -> Send:
         if made is None:
             made = own.session = requests.Session()
             made.headers.update({"Content-Type": "application/json", "User-Agent": "llmtrack-sync"})
-            made.verify = False if is_insecure else authority
             made.cert = os.environ.get("MLFLOW_TRACKING_CLIENT_CERT_PATH") or None
             if user and password:
                 made.auth = (user, password)
@@ -312,7 +352,10 @@ def _send_plainly(uri: str, timeout_s: float) -> Send:
         return cast("requests.Session", made)
 
     def send(method: str, endpoint: str, params: Mapping[str, Any] | None, data: bytes | None) -> requests.Response:
-        return session().request(method, f"{base}{endpoint}", params=params, data=data, timeout=_timeout_s(timeout_s))
+        # verify: given to the session only, REQUESTS_CA_BUNDLE would take its place.
+        sure = False if is_insecure else authority
+        wait_s = _timeout_s(timeout_s)
+        return session().request(method, f"{base}{endpoint}", params=params, data=data, timeout=wait_s, verify=sure)
 
     return send
 

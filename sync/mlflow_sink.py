@@ -234,13 +234,7 @@ class MlflowSink:
         self._log(ref, tags=tags)
 
     def _log(self, ref: str, *, params: dict[str, str] | None = None, tags: dict[str, str] | None = None) -> None:
-        from mlflow.entities import Param, RunTag
-
-        self._client.log_batch(
-            ref,
-            params=[Param(key, value) for key, value in (params or {}).items()],
-            tags=[RunTag(key, value) for key, value in (tags or {}).items()],
-        )
+        self._client.log_texts(ref, params or {}, tags or {})
 
     def _note(self, native: Run, spec: RunSpec) -> dict[str, str]:
         """Return the tags of the note, unless somebody has written another one there."""

@@ -20,7 +20,7 @@ from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkEr
 
 from . import classify, cursor, describe, story
 from .classify import LoggedRun
-from .intact import set_damaged_aside
+from .intact import Unread, set_damaged_aside, unread
 from .jobs import work_off
 from .patience import Patience
 from .replay import Options, Progress, Replay, Report
@@ -288,6 +288,7 @@ class _Replays:
         self._stories = stories
         self._there = there
         self._refs = _canonical_refs(there)
+        self._newer = [file for file in unread(job.con) if file.is_newer]
         self._outcome = outcome
         self._lock = threading.Lock()
 
@@ -337,6 +338,9 @@ class _Replays:
         there = self._there[run.project]
         if isinstance(there, RejectedError):
             raise there
+        newer = [file for file in self._newer if file.run_id == run.run_id]
+        if not run.segments and newer:
+            raise _written_by_newer(newer)
         if not run.segments:
             raise LlmtrackError(
                 "no start record of this run can be read, so neither its project nor its path is known",
@@ -363,6 +367,16 @@ class _Replays:
                 parent=parent,
             )
             replay.execute([found for found in there if found.run_id == run.run_id])
+        if newer:
+            raise _written_by_newer(newer)
+
+
+def _written_by_newer(files: Sequence[Unread]) -> LlmtrackError:
+    more = f" and {len(files) - 1} other files" if len(files) > 1 else ""
+    return LlmtrackError(
+        f"a newer llmtrack wrote {files[0].path}{more} ({files[0].reason}): what is in there was not sent",
+        hint="upgrade llmtrack on this host, then sync again: pip install --upgrade 'llmtrack-log[mlflow]'",
+    )
 
 
 def _canonical_refs(there: Mapping[str, list[TrackerRun] | RejectedError]) -> dict[str, str]:

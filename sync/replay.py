@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SAVE_S: Final = 1.0  # about as much sending has to be repeated after a kill
-_MOVED_S: Final = (0.0, 1.0, 3.0, 8.0)  # pauses before everything is looked at again
+_MOVED_S: Final = (0.0, 1.0, 2.0, 4.0)  # pauses before everything is looked at again
 _REPAIRS: Final = 2  # times that what is lacking is sent before the run counts as incomplete
 
 
@@ -156,8 +156,11 @@ class Replay:
         """
         self._forget_all_but({run.ref for run in there})
         moved: Exception | None = None
+        known = {ref: sum(held.counts.values()) for ref, held in self._cursor.runs.items()}
         for pause_s in _MOVED_S:
             try:
+                if pause_s != _MOVED_S[-1]:
+                    self._look_for(known, there)
                 self._replay(there)
             except (_MisplacedError, MovedError) as error:  # another host was at it since, or an answer was stale
                 moved = error
@@ -171,6 +174,16 @@ class Replay:
             f"the tracker gives other answers each time: {moved}", sink=self._sink.name, run_id=self._run.run_id
         )
 
+    def _look_for(self, known: Mapping[str, int], there: list[TrackerRun]) -> None:
+        """See that the tracker still tells of what was once read back from it.
+
+        Raises:
+            MovedError: It does not: its answer is stale, unless it goes on saying so.
+        """
+        for run in there:
+            if run.records is not None and run.records < known.get(run.ref, 0):
+                raise MovedError(f"{run.ref} has {run.records} records, and had {known[run.ref]}", sink=self._sink.name)
+
     def _replay(self, there: list[TrackerRun]) -> None:
         canonical = self._choose_canonical([run for run in there if run.segment is None])
         sides = self._choose_sides([run for run in there if run.segment is not None])
@@ -178,6 +191,7 @@ class Replay:
         for target in [canonical, *sides]:
             if target.run is None:
                 target.run = self._find_or_create(self._spec(target, canonical))
+                target.every = target.run.every
             if not target.verified:
                 self._has_changed = True
                 self._fill(target)
@@ -237,6 +251,7 @@ class Replay:
 
     def _take(self, target: Target, run: TrackerRun) -> bool:
         """Take a run of the tracker for a target, with what it lacks; False when something in it does not belong."""
+        target.every = run.every
         held = self._cursor.runs.get(run.ref)
         if self._was_told_of_another(target, run):
             return False
@@ -293,6 +308,7 @@ class Replay:
         """Say in the tracker what became of its runs, before any point is sent."""
         if canonical.run is None:
             canonical.run = self._find_or_create(self._spec(canonical, canonical))
+            canonical.every = canonical.run.every
         for run in self._retired:
             if run.segment is not None:
                 self._update(run, describe.replaced_spec(self._run, run.segment, self._generation, canonical.run.ref))
@@ -334,6 +350,10 @@ class Replay:
     def _fill(self, target: Target) -> None:
         if target.is_complete():
             return
+        if target.every > 1:
+            self.report.add_note(
+                f"thinned out: of each {target.every} steps the rows with a least, greatest or last value were sent"
+            )
         mapped = self._call(lambda: self._sink.prepare(target.there, self._points.names(target)))
         for name, key in mapped.items():
             self.report.add_note(f"the metric {name!r} is called {key!r} there")
@@ -388,7 +408,8 @@ class Replay:
         def flush() -> None:
             self._sink.flush(target.there, lambda: self._points.figures(target))
 
-        return Sender(self._sink, target.there, self._patience, accepted, flush)
+        # With patience of its own: a sender that failed stops it, and what is tried after that needs some.
+        return Sender(self._sink, target.there, self._patience.fork(), accepted, flush)
 
     def _remember(self, target: Target, marks: Mapping[int, Mark]) -> None:
         """Let a crash from here on find that something may be on its way, and how much has arrived."""

@@ -33,6 +33,7 @@ class _Lane:
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.of: list[_Batch] = []  # for each record the batch it came with
+        self.has_cut = False
         self.queue: queue.Queue[tuple[list[Record], list[_Batch]] | None] = queue.Queue(_WAITING_BATCHES)
 
 
@@ -84,8 +85,10 @@ class Sender:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._fail(error)
+        if error is None and not any(lane.has_cut for lane in self._lanes):
+            self._merge()
         for lane in self._lanes:
-            if lane.records and error is None:
+            while lane.records and error is None:
                 self._cut(lane)
             if error is not None:
                 _empty(lane.queue)  # so that the end finds room even when the lane is stuck in a request
@@ -132,7 +135,16 @@ class Sender:
         self._lane_of[key] = lane
         return lane
 
+    def _merge(self) -> None:
+        """Put everything into the first lane: as long as no batch is full, one request does."""
+        first, *others = self._lanes
+        for lane in others:
+            first.records += lane.records
+            first.of += lane.of
+            lane.records, lane.of = [], []
+
     def _cut(self, lane: _Lane) -> None:
+        lane.has_cut = True
         size = self._sink.batch_records
         lane.queue.put((lane.records[:size], lane.of[:size]))
         del lane.records[:size], lane.of[:size]

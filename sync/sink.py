@@ -138,6 +138,8 @@ class TrackerRun:
         newest: The newest record per key, as the tracker's list of runs tells it.
         url: Where a person can look at it; empty when there is no server that shows it.
         native: What the sink needs to know of it again; nobody else looks inside.
+        records: How many records it holds, where the tracker's list of runs tells.
+        every: It was made to have, of each so many steps, but some rows; see `thin`.
     """
 
     ref: str
@@ -148,6 +150,8 @@ class TrackerRun:
     newest: Mapping[str, Record]
     url: str
     native: Any = None
+    records: int | None = None
+    every: int = 1
 
 
 class Sink(Protocol):

@@ -35,6 +35,7 @@ class Target:
         has_holes: The marks say nothing: it lacks some of what belongs into it.
         verified: What it holds was compared, and agrees.
         told: Digest of the story that it was told; None when that is not known.
+        every: Of each so many steps it has but some rows; see `thin`.
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Target:
     has_holes: bool = False
     verified: bool = False
     told: str | None = None
+    every: int = 1
 
     @property
     def points(self) -> int:
@@ -95,7 +97,7 @@ class PointReader:
     def records(self, target: Target) -> Iterator[Record]:
         """Yield the records of a target."""
         for segment in target.stretches:
-            for records in self._read(target.kind, segment):
+            for records in self._read(target.kind, segment, every=target.every):
                 yield from records
 
     def beyond(self, target: Target, marks: Mapping[int, Mark]) -> Iterator[Record]:
@@ -103,7 +105,7 @@ class PointReader:
         for segment, stretch in target.stretches.items():
             mark = marks.get(segment)
             if not stretch.is_held(mark):
-                for records in self._read(target.kind, segment, mark):
+                for records in self._read(target.kind, segment, mark, every=target.every):
                     yield from (record for record in records if mark is None or record.seq > mark.seq)
 
     def figures(self, target: Target) -> list[figures.Figures]:
@@ -127,7 +129,7 @@ class PointReader:
         points, seq_sum, row, row_points = (mark.points, mark.seq_sum, mark.seq, 0) if mark else (0, 0, -1, 0)
         begin = row
         last: Record | None = None
-        for batch in self._read(target.kind, segment, mark):
+        for batch in self._read(target.kind, segment, mark, every=target.every):
             records = [record for record in batch if record.seq > begin]
             for record in records:
                 if record.seq != row:
@@ -143,11 +145,12 @@ class PointReader:
         if last is not None:
             yield [], Mark(row, last.tokens, points + row_points, seq_sum + row_points * row)
 
-    def _read(self, kind: str, segment: int, mark: Mark | None = None) -> Iterator[list[Record]]:
+    def _read(self, kind: str, segment: int, mark: Mark | None = None, *, every: int = 1) -> Iterator[list[Record]]:
         """Yield batches of records from the tokens of a mark on."""
         encoder = self._sink.encoder(segment)
         from_tokens = None if mark is None else mark.tokens
-        for rows in _whole(classify.read_part(self._con, self._run.run_id, kind, segment, from_tokens=from_tokens)):
+        part = classify.read_part(self._con, self._run.run_id, kind, segment, from_tokens=from_tokens, every=every)
+        for rows in _whole(part):
             yield encoder.encode(rows)
 
 

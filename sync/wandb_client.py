@@ -220,9 +220,23 @@ def stops() -> int:
 
 def kill_service() -> None:
     """Kill the client's service: what it has not uploaded yet is sent again by the next sync."""
-    for pid in _service_pids():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+    process = _known_service()
+    if process is not None:
+        process.kill()
+        process.wait()
+    for pid in _service_pids():  # one that the client has forgotten
+        with contextlib.suppress(ProcessLookupError, PermissionError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _known_service() -> Any:
+    """Return the `Popen` of the service: the client has no public name for it, and reaps none that was killed."""
+    from wandb.sdk import wandb_setup
+
+    setup: Any = getattr(wandb_setup, "_singleton", None)
+    service = getattr(getattr(setup, "_connection", None), "_proc", None)
+    return getattr(service, "_process", None)
 
 
 def _teardown(wandb: Any) -> None:
@@ -231,7 +245,7 @@ def _teardown(wandb: Any) -> None:
 
 
 def _service_pids() -> list[int]:
-    """Return this process's children that are wandb-core; where there is no /proc, what the client knows of it."""
+    """Return this process's children that are wandb-core, where there is a /proc to tell."""
     found: list[int] = []
     for task in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -239,12 +253,6 @@ def _service_pids() -> list[int]:
                 with contextlib.suppress(OSError):
                     if Path(f"/proc/{pid}/comm").read_text().strip() == _CORE:
                         found.append(int(pid))
-    if not found and not Path("/proc/self/task").exists():
-        with contextlib.suppress(Exception):  # private names of the client, as a last resort
-            from wandb.sdk import wandb_setup
-
-            process: Any = wandb_setup.singleton()
-            found.append(process._connection._proc._process.pid)  # noqa: SLF001
     return found
 
 

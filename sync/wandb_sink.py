@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import hashlib
 import itertools
-import json
 import os
 import re
 import tempfile
@@ -15,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from llmtrack.writer.errors import LlmtrackError, RejectedError, UsageError
+from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkError, UsageError
 
 from . import wandb_client
 from .figures import Figures
-from .sink import CANONICAL, SUPERSEDED, Encoder, Record, RunSpec, TrackerRun
+from .sink import CANONICAL, Encoder, Record, RunSpec, TrackerRun
 from .story import Story, StoryPoint
 from .wandb_client import DeletedIdError
+from .wandb_describe import EXIT, OUR_TAGS, about_of, digest, every_of, id_of, name_of, note_of, tags_of
 from .wandb_encode import KEY, OURS, RowReader, WandbEncoder, config_of, figures_of, key_of, summary_of, told_records
 from .wandb_pace import Pace
 from .wandb_session import Session
@@ -30,12 +28,8 @@ _BATCH_ROWS: Final = 500
 _PAGE_ROWS: Final = 1000
 _ID_TRIES: Final = 20  # ids of deleted runs that are passed over
 _FRESH_S: Final = 3600.0  # an alert older than this wakes nobody up
-_NAME_CHARS: Final = 128
-_TAG: Final = "llmtrack"
 _ALIKE: Final = {"running": {"running"}, "finished": {"finished"}, "failed": {"failed", "crashed", "killed"}}
-_EXIT: Final = {"finished": 0, "failed": 1, "killed": 1}
 _LEVELS: Final = {"info": "INFO", "warning": "WARN", "warn": "WARN", "error": "ERROR", "critical": "ERROR"}
-_HOST_COLUMN: Final = 3  # of the table of segments in a note
 _ID: Final = re.compile(r"[A-Za-z0-9._-]{0,40}")
 
 
@@ -50,15 +44,22 @@ class WandbSink:
         timeout_s: Seconds without any row arriving after which it counts as not reachable.
         id_prefix: Put before every run id.
         max_rows_per_minute: For all runs together.
+        every: Runs that are made from now on get, of each so many steps, but some rows; see `thin`.
     """
 
     name = wandb_client.NAME
-    lanes = 1
+    lanes = 4  # so many runs at a time: the rows of one all go through one lane
     batch_records = _BATCH_ROWS
     repeats = False
 
     def __init__(
-        self, uri: str | None, *, timeout_s: float, id_prefix: str = "", max_rows_per_minute: int | None = None
+        self,
+        uri: str | None,
+        *,
+        timeout_s: float,
+        id_prefix: str = "",
+        max_rows_per_minute: int | None = None,
+        every: int = 1,
     ) -> None:
         self._url = wandb_client.resolve_url(uri)
         if not _ID.fullmatch(id_prefix):
@@ -66,6 +67,7 @@ class WandbSink:
         self._prefix = id_prefix
         self._timeout_s = timeout_s
         self._pace = Pace(max_rows_per_minute)
+        self._every = every
         self._entity = os.environ.get("WANDB_ENTITY") or ""
         self._open_api: Any = None
         self._api_of = -1
@@ -74,7 +76,8 @@ class WandbSink:
         self._lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
         self._failed: dict[str, LlmtrackError] = {}
-        self._rows: dict[str, int] = {}  # by run, as the server told or accepted
+        self._rows: dict[str, int] = {}  # by run, what the next row is numbered
+        self._lines: dict[str, int] = {}  # by run, how many rows there are to read back
         self._names: dict[str, list[str]] = {}
         self.tracker = f"{self._url}/{self._entity}{'#' + id_prefix if id_prefix else ''}"
         self.look = self._url
@@ -146,7 +149,7 @@ class WandbSink:
         if not {"run_id", "kind"} <= about.keys() or about.get("prefix", "") != self._prefix:
             return None
         rows = _row_count(native)
-        self._rows[native.id] = rows
+        self._rows[native.id], self._lines[native.id] = rows, _line_count(native)
         segment = about.get("segment")
         return TrackerRun(
             ref=native.id,
@@ -157,13 +160,15 @@ class WandbSink:
             newest={KEY: Record(KEY, rows, 0, 0.0)} if rows else {},
             url=native.url,
             native=native,
+            records=self._lines[native.id],
+            every=int(about.get("every", 1)),
         )
 
     # Making and marking runs.
 
     def create(self, spec: RunSpec) -> TrackerRun:
         """Make a run with everything that is said of it; rows come later."""
-        base = self._prefix + _id_of(spec)
+        base = self._prefix + id_of(spec)
         for number in range(1, _ID_TRIES + 1):
             ref = base if number == 1 else f"{base}-{number}"
             there = self._find(spec.project, ref)
@@ -195,14 +200,16 @@ class WandbSink:
 
     def _make(self, spec: RunSpec, ref: str) -> None:
         session = self._session(spec.project, ref)
-        config = config_of(spec.config, spec.recipe) | {OURS: self._about_of(spec)}
+        config = config_of(spec.config, spec.recipe) | {
+            OURS: about_of(spec, self._prefix) | every_of(spec, self._every)
+        }
         session.open(
             0,
-            name=_name(spec),
+            name=name_of(spec),
             group=self._group(spec),
             job_type=None if spec.kind == CANONICAL else spec.kind,
-            tags=_tags(spec),
-            notes=_note(spec.note) or None,
+            tags=tags_of(spec),
+            notes=note_of(spec.note) or None,
             config=config,
         )
         session.close()
@@ -235,28 +242,6 @@ class WandbSink:
                 return str(parent.group)
         return spec.facts.get("parent_run") or spec.run_id
 
-    def _about_of(self, spec: RunSpec) -> dict[str, Any]:
-        about: dict[str, Any] = {
-            "run_id": spec.run_id,
-            "kind": spec.kind,
-            "generation": spec.generation,
-            "status": spec.status,
-            "start_time": _iso(spec.start_ms),
-        }
-        if spec.segment is not None:
-            about["segment"] = spec.segment
-        if spec.end_ms is not None:
-            about["end_time"] = _iso(spec.end_ms)
-        if self._prefix:
-            about["prefix"] = self._prefix
-        if spec.parent is not None:
-            about["parent_ref"] = spec.parent
-        about |= {name: value for name, value in spec.facts.items() if name != "host"}
-        if spec.kind == CANONICAL:
-            about["described"] = _digest(json.dumps([spec.config, spec.recipe], sort_keys=True))
-            about["note"] = _digest(_note(spec.note))
-        return about
-
     def update(self, run: TrackerRun, spec: RunSpec) -> TrackerRun:
         """Make a run what the spec says, and send only what differs."""
         native = run.native
@@ -269,7 +254,7 @@ class WandbSink:
             if changed:
                 native.update()
         if ended:
-            session = self._session(spec.project, run.ref, _EXIT.get(spec.status))
+            session = self._session(spec.project, run.ref, EXIT.get(spec.status))
             session.open(self._rows[run.ref])
             session.close()
         found = self._find(spec.project, run.ref)
@@ -280,8 +265,8 @@ class WandbSink:
 
     def _change(self, native: Any, spec: RunSpec) -> bool:
         """Write into the client's object what differs; return whether anything did."""
-        about, there = self._about_of(spec), _about(native)
-        kept = {name: there[name] for name in ("names", "told", "alerted") if name in there}
+        about, there = about_of(spec, self._prefix), _about(native)
+        kept = {name: there[name] for name in ("names", "alerted", "every", "thinned") if name in there}
         changed = False
         if about | kept != there:
             if spec.config and about.get("described") != there.get("described"):
@@ -289,14 +274,14 @@ class WandbSink:
                     native.config.setdefault(key, value)
             native.config[OURS] = about | kept
             changed = True
-        if spec.kind != CANONICAL and native.name != _name(spec):  # a user may rename the curve itself
-            native.name = _name(spec)
+        if spec.kind != CANONICAL and native.name != name_of(spec):  # a user may rename the curve itself
+            native.name = name_of(spec)
             changed = True
-        note = _note(spec.note)
-        if note and note != (native.notes or "") and _digest(native.notes or "") in {there.get("note"), _digest("")}:
+        note = note_of(spec.note)
+        if note and note != (native.notes or "") and digest(native.notes or "") in {there.get("note"), digest("")}:
             native.notes = note
             changed = True
-        tags = [tag for tag in native.tags or [] if tag not in _OUR_TAGS] + _tags(spec)
+        tags = [tag for tag in native.tags or [] if tag not in OUR_TAGS] + tags_of(spec)
         if sorted(tags) != sorted(native.tags or []):
             native.tags = tags
             changed = True
@@ -351,6 +336,7 @@ class WandbSink:
             self._failed[run.ref] = error
             raise
         self._rows[run.ref] = session.rows
+        self._lines[run.ref] = self._lines.get(run.ref, 0) + session.logged
         run.native.load(force=True)
 
     def tell(self, run: TrackerRun, story: Story) -> list[str]:
@@ -390,8 +376,8 @@ class WandbSink:
     def _end_again(self, run: TrackerRun) -> None:
         """End a run that had ended: to add a row is to resume it."""
         status = str(_about(run.native).get("status"))
-        if status in _EXIT:
-            session = self._session(run.native.project, run.ref, _EXIT[status])
+        if status in EXIT:
+            session = self._session(run.native.project, run.ref, EXIT[status])
             session.open(self._rows[run.ref])
             session.close()
             run.native.load(force=True)
@@ -405,8 +391,9 @@ class WandbSink:
 
     def _fresh(self, run: TrackerRun, story: Story) -> list[Any]:
         since = (time.time() - _FRESH_S) * 1000
-        done = set(_about(run.native).get("alerted") or ())
-        return [a for a in story.alerts if a.is_raised and a.time_ms >= since and str(a.alert_id) not in done]
+        done: set[Any] = set(_about(run.native).get("alerted") or ())
+        raised = [alert for alert in story.alerts if alert.is_raised and alert.time_ms >= since]
+        return [alert for alert in raised if alert.alert_id not in done]
 
     def told(self, points: Iterable[StoryPoint]) -> list[Record]:
         """Return the rows of a story's points."""
@@ -423,12 +410,19 @@ class WandbSink:
         if key != KEY:
             return
         reader = RowReader()
+        found = 0
         with wandb_client.translated(self._url, run.run_id):
             native = self._get(run.native.project, run.ref)
             if native is None:
                 return
             for row in native.scan_history(page_size=_PAGE_ROWS, min_step=skip, use_cache=False):
+                found += 1
                 yield reader.record(row)
+        wanted = max(self._lines.get(run.ref, 0), _line_count(native))
+        if skip + found < wanted:  # from a cache: what it does not show yet is not lacking
+            raise RetryableSinkError(
+                f"W&B shows {skip + found} of {wanted} rows", sink=self.name, run_id=run.run_id, hint="sync again later"
+            )
 
     def delete(self, run: TrackerRun) -> None:
         """Delete a run; its id is gone for ever."""
@@ -436,42 +430,6 @@ class WandbSink:
         if native is not None:
             with wandb_client.translated(self._url, run.run_id):
                 native.delete()
-
-
-_OUR_TAGS: Final = {_TAG, CANONICAL, "provisional", SUPERSEDED, "replaced"}
-
-
-def _id_of(spec: RunSpec) -> str:
-    generation = f"-g{spec.generation}" if spec.generation > 1 else ""
-    if spec.segment is None:
-        return spec.run_id + generation
-    first = spec.facts.get("first_tokens", "0")
-    return f"{spec.run_id}-s{spec.segment}-{'x' if spec.kind == SUPERSEDED else 'p'}{first}{generation}"
-
-
-def _name(spec: RunSpec) -> str:
-    return spec.name if len(spec.name) <= _NAME_CHARS else f"{spec.name[: _NAME_CHARS - 1]}\N{HORIZONTAL ELLIPSIS}"
-
-
-def _tags(spec: RunSpec) -> list[str]:
-    return [_TAG, spec.kind]
-
-
-def _note(note: str) -> str:
-    """Return a note for W&B: without host names, and without pointing to what only MLflow has."""
-    lines = []
-    within = False
-    for line in note.split("\n"):
-        if line.startswith("| segment | from tokens |"):
-            within = True
-        elif not line.startswith("|"):
-            within = False
-        if within and line.count(" | ") > _HOST_COLUMN:
-            cells = line.split(" | ")
-            line = " | ".join([*cells[:_HOST_COLUMN], *cells[_HOST_COLUMN + 1 :]])  # noqa: PLW2901
-        if not line.startswith("Whole tables: artifacts"):
-            lines.append(line)
-    return "\n".join(lines).replace("The x-axis (step) is", "The x-axis (`tokens_seen`) is").strip()
 
 
 def _about(native: Any) -> dict[str, Any]:
@@ -487,9 +445,8 @@ def _row_count(native: Any) -> int:
     return max(int(attributes.get("historyLineCount") or 0), int(last) + 1, int(summary) + 1)
 
 
-def _iso(ms: int) -> str:
-    return dt.datetime.fromtimestamp(ms / 1000, dt.UTC).isoformat(timespec="milliseconds")
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _line_count(native: Any) -> int:
+    """Return how many rows there are to read back."""
+    attributes = native._attrs  # noqa: SLF001 - as above
+    lines = attributes.get("historyLineCount")
+    return int(lines) if lines is not None else int((attributes.get("historyKeys") or {}).get("lastStep", -1)) + 1

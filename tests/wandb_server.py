@@ -174,10 +174,15 @@ class WandbServer:
             self.faults.clear()
             self._frozen = None
 
-    def freeze(self, answers: int = -1) -> None:
-        """Give stale answers: what counts of lines are told stays what it is now, for so many answers."""
+    def snapshot(self) -> dict[tuple[str, str], int]:
+        """Return how many rows each run has."""
         with self.lock:
-            self._frozen = {place: len(run.history) for place, run in self.runs.items()}
+            return {place: len(run.history) for place, run in self.runs.items()}
+
+    def freeze(self, counts: dict[tuple[str, str], int], *, answers: int) -> None:
+        """Give stale answers: runs are told of as they were at a snapshot, so many times."""
+        with self.lock:
+            self._frozen = dict(counts)
             self._frozen_answers = answers
 
     def find(self, project: str, **about: Any) -> list[Run]:

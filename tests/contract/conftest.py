@@ -42,6 +42,7 @@ class SegmentLog:
         self.folder = segment_folder(root, run_id, segment)
         self.folder.mkdir(parents=True)
         self.time = began
+        self.tokens = 0
         self._seq = 0
         self._parts: dict[str, int] = {}
         self._write(
@@ -52,6 +53,7 @@ class SegmentLog:
         """Log rows, `ms` milliseconds apart, as one batch of a part of their own."""
         points = []
         for tokens, metrics in rows:
+            self.tokens = max(self.tokens, tokens)
             self.time += dt.timedelta(milliseconds=ms)
             self._seq += 1
             points += [

@@ -49,6 +49,7 @@ CREATE TABLE alerts (run_id VARCHAR, segment BIGINT, seq BIGINT, time TIMESTAMPT
 CREATE TABLE evals (run_id VARCHAR, segment BIGINT, time TIMESTAMPTZ, step BIGINT, tokens BIGINT, ckpt_id VARCHAR,
     task VARCHAR, metric VARCHAR, value DOUBLE, stderr DOUBLE, harness VARCHAR, harness_version VARCHAR,
     prompt_hash VARCHAR, details VARCHAR, superseded_by BIGINT, matched BOOLEAN);
+CREATE TABLE damages (run_id VARCHAR, segment BIGINT, path VARCHAR, first_byte BIGINT, end_byte BIGINT, reason VARCHAR);
 """
 
 
