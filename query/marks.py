@@ -33,11 +33,22 @@ _FORKS: Final = """
     WHERE s.from_run = $run AND s.run_id <> $run
     ORDER BY s.start_tokens, s.run_id
 """
-_GAPS: Final = """
-    SELECT segment, first_tokens, last_tokens, points, reason, errno
-    FROM gaps
-    WHERE run_id = $run
-    ORDER BY segment, seq
+# What a curve consists of: the run's own segments, left behind or not, and those of its ancestors that are on its path.
+_SEGMENTS: Final = """
+    SELECT run_id, segment FROM segments WHERE run_id = $run
+    UNION SELECT source_run, segment FROM log.spans WHERE run_id = $run
+"""
+_GAPS: Final = f"""
+    SELECT g.run_id, g.segment, g.first_tokens, g.last_tokens, g.points, g.reason, g.errno
+    FROM gaps g
+    JOIN ({_SEGMENTS}) s ON s.run_id = g.run_id AND s.segment = g.segment
+    ORDER BY g.run_id, g.segment, g.seq
+"""
+_DAMAGED: Final = f"""
+    SELECT DISTINCT d.run_id, d.segment
+    FROM damages d
+    JOIN ({_SEGMENTS}) s ON s.run_id = d.run_id AND s.segment = d.segment
+    ORDER BY d.run_id, d.segment
 """
 # Every row of a segment, of whatever table, has the next number: where one is missing, it was lost with its bytes.
 _HOLES: Final = """
@@ -49,7 +60,7 @@ _HOLES: Final = """
         UNION SELECT seq, tokens FROM log.batches WHERE run_id = $run AND segment = $segment
         UNION SELECT seq, tokens FROM log.gaps WHERE run_id = $run AND segment = $segment
     )
-    SELECT CAST($segment AS BIGINT) AS segment, first_tokens, last_tokens, missing
+    SELECT CAST($run AS VARCHAR) AS run_id, CAST($segment AS BIGINT) AS segment, first_tokens, last_tokens, missing
     FROM (
         SELECT lag(tokens) OVER w AS first_tokens, tokens AS last_tokens, seq - lag(seq) OVER w - 1 AS missing
         FROM rows
@@ -71,8 +82,8 @@ class Marks:
         alerts: Those raised.
         evals: The checkpoints that were evaluated.
         forks: Runs that start from this one.
-        gaps: Points that could not be kept: from and to which tokens.
-        holes: Rows whose bytes are damaged: between which tokens they stood.
+        gaps: Points of its curve, or left behind by it, that could not be kept: by whom, from and to which tokens.
+        holes: The same of rows whose bytes are damaged: between which tokens they stood.
     """
 
     starts: list[Row] = field(default_factory=list)
@@ -98,17 +109,21 @@ def read_marks(
         alerts=fetch(con, _ALERTS, run=run_id),
         evals=fetch(con, _EVALS, run=run_id),
         forks=[] if all_runs is None else fetch(all_runs, _FORKS, run=run_id),
-        gaps=fetch(con, _GAPS, run=run_id),
     )
-    damaged = con.execute("SELECT DISTINCT segment FROM damages WHERE run_id = ? AND segment > 0 ORDER BY 1", [run_id])
-    for (segment,) in damaged.fetchall():
-        marks.holes += read_holes(con, run_id, segment)
+    marks.gaps, marks.holes = read_losses(con, run_id)
     return marks
 
 
-def read_holes(con: duckdb.DuckDBPyConnection, run_id: str, segment: int) -> list[Row]:
-    """Return where rows of a segment are missing: `segment`, `first_tokens`, `last_tokens`, `missing`."""
-    return fetch(con, _HOLES, run=run_id, segment=segment)
+def read_losses(con: duckdb.DuckDBPyConnection, run_id: str) -> tuple[list[Row], list[Row]]:
+    """Return the gaps of a run's curve, and where rows of it are damaged.
+
+    A gap has `run_id`, `segment`, `first_tokens`, `last_tokens`, `points`, `reason` and `errno`; damage has `missing`
+    (rows) instead of the last three. Both may be of a run that this one was forked from.
+    """
+    holes: list[Row] = []
+    for one in fetch(con, _DAMAGED, run=run_id):
+        holes += fetch(con, _HOLES, run=one["run_id"], segment=one["segment"])
+    return fetch(con, _GAPS, run=run_id), holes
 
 
 def fetch(con: duckdb.DuckDBPyConnection, query: str, **parameters: object) -> list[Row]:

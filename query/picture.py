@@ -165,7 +165,7 @@ def _with_breaks(rows: Sequence[dict[str, Any]], holes: Sequence[dict[str, Any]]
         if before is not None:
             is_same = (before["source_run"], before["segment"]) == (row["source_run"], row["segment"])
             is_hole = is_same and any(
-                hole["segment"] == row["segment"]
+                (hole["run_id"], hole["segment"]) == (row["source_run"], row["segment"])
                 and before["tokens"] <= hole["first_tokens"] < hole["last_tokens"] <= row["tokens"]
                 for hole in holes
             )
@@ -189,7 +189,7 @@ def _mark(axes: Axes, curve: Curve, rows: Sequence[dict[str, Any]], axis: str) -
     marks = curve.marks
     for found, colour, what in ((marks.gaps, _GAP, "gap: points lost"), (marks.holes, _ALERT, "damaged: unreadable")):
         for gap in found:
-            own = [row for row in rows if row["segment"] == gap["segment"]]
+            own = [row for row in rows if (row["source_run"], row["segment"]) == (gap["run_id"], gap["segment"])]
             first, last = (at_tokens(own, gap[name], axis) for name in ("first_tokens", "last_tokens"))
             if first is not None and last is not None:
                 first, last = _from_number(first, axis), _from_number(last, axis)

@@ -63,7 +63,7 @@ def plot(
     The run's curve is drawn with those of the runs it was forked from; what was superseded is pale, and marked in the
     legend. Vertical lines show where segments start; alerts, evaluations, forks, gaps and damage have marks of their
     own. Long curves are thinned out so that no spike is lost; --json has every point. METRIC is a name or a glob. Exit
-    status 4 when something of the run cannot be read.
+    status 4 when something of it, or of a run that it was forked from, cannot be read.
     """
     from . import picture
     from . import plot as terminal
@@ -76,7 +76,7 @@ def plot(
     with connect(root, runs=[run_id]) as con:
         if as_json:
             click.echo(to_json(terminal.read_rows(con, run_id, metrics)))
-            return report_damages(con, [run_id])
+            return report_damages(con)
         with connect(root, points=False) as all_runs:
             curves = terminal.read_curves(con, run_id, metrics, all_runs=all_runs)
         if output is not None:
@@ -86,7 +86,7 @@ def plot(
             size = {"width": width or columns, "height": height or max(12, min(lines - 4, 30))}
             for curve in curves:
                 click.echo(terminal.draw(curve, axis=axis, log_y=log_y, colours=layout.has_colours(), **size))
-        return report_damages(con, [run_id])
+        return report_damages(con)
 
 
 @click.command(
@@ -150,7 +150,7 @@ def compare(
             points, differences = comparing.read_picture(con, found, mean_over=mean_over)
             drawn = picture.draw_comparison(metric, points, differences, found.runs[0], _kind(output), log_y=log_y)
             _write(output, drawn)
-        return report_damages(con, runs)
+        return report_damages(con)
 
 
 @click.command(
@@ -250,7 +250,7 @@ def tail(
         else:
             for event in follower.last(lines):
                 put(event)
-        return report_damages(con, [run_id])
+        return report_damages(con)
 
 
 COMMANDS: Final[tuple[click.Command, ...]] = (plot, compare, report, tail)

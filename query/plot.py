@@ -313,8 +313,8 @@ def _marks(
 ) -> tuple[str, list[str]]:
     """Return the line of marks below the axis, empty when there are none, and what they mean."""
     own = {
-        segment: [row for row in rows if row["segment"] == segment]
-        for segment in {gap["segment"] for gap in (*marks.gaps, *marks.holes)}
+        key: [row for row in rows if (row["source_run"], row["segment"]) == key]
+        for key in {(gap["run_id"], gap["segment"]) for gap in (*marks.gaps, *marks.holes)}
     }
     line = [" "] * canvas.width
     keys = []
@@ -332,7 +332,7 @@ def _marks(
 
     def spans(gaps: Sequence[dict[str, Any]]) -> Iterator[tuple[float | None, float | None]]:
         for gap in gaps:
-            points = own[gap["segment"]]
+            points = own[gap["run_id"], gap["segment"]]
             yield at_tokens(points, gap["first_tokens"], axis), at_tokens(points, gap["last_tokens"], axis)
 
     def places(found: Sequence[dict[str, Any]]) -> Iterator[tuple[float, float]]:

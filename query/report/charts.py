@@ -71,7 +71,7 @@ def _legend(report: ReportData) -> Html:
         keys.append('<span><i class="key alert"></i>alert</span>')
     if any(line.odd for run in report.runs for line in run.lines):
         keys.append('<span><b class="odd">✗</b>NaN or infinite</span>')
-    if any(row["gaps"] for run in report.runs for row in run.described.segments):
+    if any(run.gaps for run in report.runs):
         keys.append('<span><i class="key gap"></i>gap: points were lost</span>')
     if any(run.holes for run in report.runs):
         keys.append('<span><i class="key damage"></i>damaged bytes</span>')

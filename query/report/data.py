@@ -14,7 +14,7 @@ import duckdb
 
 from llmtrack.query import curves
 from llmtrack.query.curves import Line
-from llmtrack.query.marks import read_holes
+from llmtrack.query.marks import read_losses
 from llmtrack.query.runs import RunDescription, describe_run
 
 from .differences import Change, Flat, changes, settings
@@ -81,7 +81,8 @@ class RunData:
         alerts: Those raised, with the batches they were raised on.
         evals: Evaluations of its checkpoints.
         checkpoints: Those on its path.
-        holes: Where rows are missing because their bytes are damaged.
+        gaps: Points of its curve that could not be kept, those of the runs it was forked from included.
+        holes: The same of rows that are missing because their bytes are damaged.
         steps: From each segment to the next, or from the parent's: what changed.
         settings: Of its newest segment.
     """
@@ -92,6 +93,7 @@ class RunData:
     alerts: list[Row] = field(default_factory=list)
     evals: list[Row] = field(default_factory=list)
     checkpoints: list[Row] = field(default_factory=list)
+    gaps: list[Row] = field(default_factory=list)
     holes: list[Row] = field(default_factory=list)
     steps: list[tuple[str, list[Change]]] = field(default_factory=list)
     settings: Flat = field(default_factory=dict)
@@ -209,9 +211,7 @@ def _read_records(con: duckdb.DuckDBPyConnection, run: RunData, headline: str) -
     run.alerts = rows(con, _ALERTS, run.run_id)
     run.evals = rows(con, _EVALS, run.run_id)
     run.checkpoints = rows(con, _CHECKPOINTS, run.run_id)
-    for segment in run.described.segments:
-        if segment["damages"]:
-            run.holes += read_holes(con, run.run_id, segment["segment"])
+    run.gaps, run.holes = read_losses(con, run.run_id)
     before: tuple[str, Flat] | None = None
     for segment in run.described.segments:
         if not segment["started"]:

@@ -145,7 +145,7 @@ def warnings(report: ReportData) -> Html:
 
 def _warnings_of(run: RunData) -> Iterator[str]:
     name = text(run.run_id)
-    lost = sum(gap["points"] or 0 for row in run.described.segments for gap in row["gaps"])
+    lost = sum(gap["points"] or 0 for gap in run.gaps if gap["run_id"] == run.run_id)
     if lost:
         yield f'<strong>Gaps:</strong> {name} could not keep {lost:,} points. <a href="#lost">Where</a>'
     status = run.described.run["status"]

@@ -82,7 +82,7 @@ def _run(run: RunData, runs: int) -> dict[str, Any]:
         "extent": _extent(points),
         "borders": [_border(row, run) for row in run.described.segments if row["started"]][: ROWS * 2],
         "alerts": [_alert(row) for row in run.alerts[: max(20, ROWS // runs)]],
-        "gaps": [*_gaps(run), *_holes(run)],
+        "gaps": _gaps(run),
         "checkpoints": [_saved(row) for row in _spread(run.checkpoints, max(50, _MARKS // runs))],
     }  # fmt: skip
 
@@ -134,33 +134,24 @@ def _alert(row: Row) -> dict[str, Any]:
 
 
 def _gaps(run: RunData) -> list[dict[str, Any]]:
-    found = [(row["segment"], gap) for row in run.described.segments for gap in row["gaps"]]
-    return [
-        {
-            "run": run.run_id,
-            "segment": segment,
-            "first": gap["first_tokens"],
-            "last": gap["last_tokens"],
-            "damage": False,
-            "text": f"gap: {gap['points']:,} points lost ({gap['reason']} {error_text(gap['errno'])})".replace(
-                " )", ")"
-            ),
-        }
-        for segment, gap in found[:_HOLES]
+    gaps = [
+        (
+            gap,
+            f"gap: {gap['points'] or 0:,} points lost ({gap['reason']} {error_text(gap['errno'])})".replace(" )", ")"),
+        )
+        for gap in run.gaps
     ]
-
-
-def _holes(run: RunData) -> list[dict[str, Any]]:
+    holes = [(hole, f"damaged: {hole['missing']:,} rows cannot be read") for hole in run.holes]
     return [
         {
-            "run": run.run_id,
-            "segment": hole["segment"],
-            "first": hole["first_tokens"],
-            "last": hole["last_tokens"],
-            "damage": True,
-            "text": f"damaged: {hole['missing']:,} rows cannot be read",
+            "run": row["run_id"],
+            "segment": row["segment"],
+            "first": row["first_tokens"],
+            "last": row["last_tokens"],
+            "damage": "missing" in row,
+            "text": clipped(text),
         }
-        for hole in run.holes[:_HOLES]
+        for row, text in (*gaps[:_HOLES], *holes[:_HOLES])
     ]
 
 

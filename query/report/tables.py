@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from llmtrack.query import layout
@@ -228,30 +228,14 @@ def between_runs(report: ReportData) -> Html:
 
 def lost(report: ReportData) -> Html:
     """Return where points are missing, and which bytes cannot be read."""
-    gaps = [
-        (run.run_id, row["segment"], gap)
-        for run in report.runs
-        for row in run.described.segments
-        for gap in row["gaps"]
-    ]
-    holes = [(run.run_id, hole) for run in report.runs for hole in run.holes]
+    gaps = _once(gap for run in report.runs for gap in run.gaps)
+    holes = _once(hole for run in report.runs for hole in run.holes)
     if not (gaps or report.damages):
         return Html("")
     parts = ['<section id="lost">', "<h2>Gaps and damage</h2>"]
     if gaps:
-        rows = [
-            [
-                run_id,
-                segment,
-                token_count(gap["first_tokens"]),
-                token_count(gap["last_tokens"]),
-                f"{gap['points']:,}",
-                gap["reason"],
-                error_text(gap["errno"]),
-            ]
-            for run_id, segment, gap in gaps
-        ]
         heads = ["Run", "Segment", "From tokens", "To tokens", "Points lost", "Reason", "Error"]
+        rows = [[*_stretch(gap), f"{gap['points'] or 0:,}", gap["reason"], error_text(gap["errno"])] for gap in gaps]
         parts.append(listed(heads, rows[:ROWS], numbers=(2, 3, 4), count=len(rows)))
     if report.damages:
         rows = [
@@ -268,26 +252,20 @@ def lost(report: ReportData) -> Html:
         heads = ["Run", "Segment", "File", "From byte", "To byte", "Reason"]
         parts.append(listed(heads, rows[:ROWS], numbers=(3, 4), count=len(rows)))
     if holes:
-        rows = [
-            [
-                run_id,
-                hole["segment"],
-                token_count(hole["first_tokens"]),
-                token_count(hole["last_tokens"]),
-                f"{hole['missing']:,}",
-            ]
-            for run_id, hole in holes
-        ]
         parts.append("<p>Rows that are missing there, between the last one before and the first one after:</p>")
-        parts.append(
-            listed(
-                ["Run", "Segment", "After tokens", "Before tokens", "Rows"],
-                rows[:ROWS],
-                numbers=(2, 3, 4),
-                count=len(rows),
-            )
-        )
+        heads = ["Run", "Segment", "After tokens", "Before tokens", "Rows"]
+        rows = [[*_stretch(hole), f"{hole['missing']:,}"] for hole in holes]
+        parts.append(listed(heads, rows[:ROWS], numbers=(2, 3, 4), count=len(rows)))
     return join([*parts, "</section>"])
+
+
+def _stretch(row: Row) -> list[object]:
+    return [row["run_id"], row["segment"], token_count(row["first_tokens"]), token_count(row["last_tokens"])]
+
+
+def _once(rows: Iterable[Row]) -> list[Row]:
+    """Return rows without those that are there already: a run and its fork have the same ones."""
+    return list({tuple(row.values()): row for row in rows}.values())
 
 
 def settings(report: ReportData) -> Html:

@@ -10,6 +10,8 @@ import pytest
 from llmtrack import __main__ as program
 from llmtrack import query
 from llmtrack.query import plot
+from tests.handmade import write_part, write_segment
+from tests.oracle import Point, Segment
 from tests.pictures import SPIKE, large_root, odd_root
 
 
@@ -63,3 +65,22 @@ def test_json_has_every_point(odd: Path, capsys: pytest.CaptureFixture[str]) -> 
         ).fetchone()
     assert (len(rows),) == expected
     assert len({(row["name"], row["segment"], row["seq"]) for row in rows}) == len(rows)
+
+
+def test_a_fork_shows_what_is_missing_in_its_parents_part(tmp_path: Path) -> None:
+    """And does not take its parent's segment 1 for its own."""
+    parent = [Point(tokens, "loss", 1.0) for tokens in range(10, 201, 10)]
+    folder = write_segment(tmp_path, Segment("a", 1, points=parent))
+    gap = {"seq": 50, "tokens": 90, "first_tokens": 60, "last_tokens": 80, "points": 3, "reason": "queue_full"}
+    write_part(folder, "gaps", [gap])
+    own = [Point(tokens, "loss", 2.0) for tokens in range(110, 301, 10)]
+    write_segment(tmp_path, Segment("b", 1, 100, ("a", 1), points=own))
+    with query.connect(tmp_path, runs=["b"]) as con:
+        (curve,) = plot.read_curves(con, "b", ["loss"])
+    assert [(gap["run_id"], gap["first_tokens"]) for gap in curve.marks.gaps] == [("a", 60)]
+    for axis in ("tokens", "step"):
+        marks = plot.draw(curve, axis=axis, width=100).splitlines()[-3]
+        first, last = marks.index("░"), marks.rindex("░")
+        width = 100 - 8
+        assert first / width == pytest.approx(50 / 290, abs=0.1)
+        assert last / width == pytest.approx(70 / 290, abs=0.1)
