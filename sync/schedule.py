@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Final
 
 BATCH_RUNS: Final = 50  # rechecked together: what costs is opening them, not looking at them
+SMALL_RUNS: Final = 16  # likewise, of small runs that nobody trains
 
 _PACE_S: Final = 1.0  # at least between two syncs of one run; what comes in between goes together
 _LONGEST_PACE_S: Final = 30.0
@@ -43,6 +44,7 @@ class _Entry:
     failures: int = 0
     served_s: float = -math.inf  # when it last had its turn
     was_synced: bool = False
+    is_small: bool = False
 
     def is_due(self, now: float) -> bool:
         """Whether it has something to sync, and its time has come."""
@@ -61,11 +63,13 @@ class Schedule:
     _runs: dict[str, _Entry] = field(default_factory=dict)
     _tasks: int = 0
 
-    def mark(self, run_id: str, urgency: Urgency, now: float, parents: Collection[str] = ()) -> None:
+    def mark(
+        self, run_id: str, urgency: Urgency, now: float, parents: Collection[str] = (), *, is_small: bool = False
+    ) -> None:
         """Hear that a run has, or may have, something to sync."""
         entry = self._runs.setdefault(run_id, _Entry(urgency))
         entry.urgency = min(urgency, entry.urgency) if entry.is_dirty else urgency
-        entry.parents = frozenset(parents)
+        entry.parents, entry.is_small = frozenset(parents), is_small
         if entry.task is not None:
             entry.is_dirty_again = True
         elif not entry.is_dirty:
@@ -78,7 +82,7 @@ class Schedule:
     def take(self, now: float) -> list[str]:
         """Return what is to be synced next, and count it as under way; nothing when nothing is ready.
 
-        One run, or several that are only rechecked.
+        One run, or several that are small, or only rechecked.
         """
         busy = [entry for entry in self._runs.values() if entry.task is not None]
         if len({entry.task for entry in busy}) >= self.jobs:
@@ -93,7 +97,13 @@ class Schedule:
         if not ready:
             return []
         ready.sort(key=lambda pair: (pair[1].urgency, pair[1].served_s, pair[1].dirty_s, pair[0]))
-        chosen = ready[:BATCH_RUNS] if ready[0][1].urgency == Urgency.RECHECK else ready[:1]
+        first = ready[0][1]
+        chosen = ready[:1]
+        if first.urgency == Urgency.RECHECK:
+            chosen = ready[:BATCH_RUNS]
+        elif first.urgency == Urgency.NEWS and first.is_small and not first.failures:
+            alike = [(r, e) for r, e in ready if e.urgency == Urgency.NEWS and e.is_small and not e.failures]
+            chosen = alike[:SMALL_RUNS]
         self._tasks += 1
         for _, entry in chosen:
             entry.is_dirty, entry.task, entry.served_s = False, self._tasks, now

@@ -51,6 +51,7 @@ _GATHER_S: Final = 0.3  # events within it are taken in together: a flush is sev
 _SAVE_S: Final = 5.0
 _IDLE_S: Final = 600.0  # after it the connection of a run is closed
 _OPEN_RUNS: Final = 64  # connections kept open for runs that train
+_SMALL_BYTES: Final = 256 << 10  # of files: such a run is sent in a second or two
 _THREADS: Final = 2  # of DuckDB, for each connection: sorting a run's rows is little beside sending them
 _END_S: Final = 8.0  # how long syncs under way are waited for at the end; their requests have time-outs of their own
 _DELIVER_S: Final = 2.0  # likewise messages
@@ -403,7 +404,8 @@ class Service:
         if urgency is None:
             is_live = run.is_open and self._stalls.status(run_id) == "running"
             urgency = Urgency.LIVE if is_live else Urgency.NEWS
-        self._schedule.mark(run_id, urgency, now, run.parents)
+        is_small = self._scanner.size_bytes(run_id) < _SMALL_BYTES
+        self._schedule.mark(run_id, urgency, now, run.parents, is_small=is_small)
         if urgency != Urgency.RECHECK and run_id in self._record.runs:
             self._record.runs[run_id].complete = ""
 

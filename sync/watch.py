@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from llmtrack.query.files import VANISHED
-from llmtrack.writer.format import ADOPTION_FOLDER, EVALS_FOLDER, HEARTBEAT, RUN_FOLDER, SEGMENT_FOLDER
+from llmtrack.writer.format import ADOPTION_FOLDER, EVALS_FOLDER, HEARTBEAT, RUN_FOLDER, SEALED_SUFFIX, SEGMENT_FOLDER
 
 from .mounts import why_no_events
 
@@ -32,6 +32,7 @@ _SHARE: Final = 0.1  # a folder at rest for an hour is looked at every six minut
 _LONGEST_S: Final = 600.0  # and any folder this often, as far as the number of looks allows
 _DOUBT_S: Final = 70.0  # attributes may be a minute old: until then the time of a folder says nothing
 _RELIST_S: Final = 3600.0  # after it names are listed again, though the folder's time is what it was
+_GROWING: Final = 2  # sealed parts of a segment whose size is looked at again
 _MISSES: Final = 2  # scans that found what no event told, after which events are not believed any more
 
 _Print = frozenset[tuple[str, int]]  # names, and the sizes of what may grow
@@ -153,6 +154,12 @@ class Scanner:
         seen = [(folder.segment, sorted(folder.seen or ())) for folder in folders]
         return hashlib.sha256(repr(seen).encode()).hexdigest()[:32]
 
+    def size_bytes(self, run_id: str) -> int:
+        """Return the size of all parts of a run, as they were last seen."""
+        run = self._runs.get(run_id)
+        seen = [folder.seen or () for folder in run.segments.values()] if run is not None else []
+        return sum(max(0, size) for names in seen for _, size in names)
+
     def _scan_run(self, run: _Run, now: float, cold: list[_Folder], changed: set[str]) -> None:
         run_id = run.main.run_id
         active_s = max((folder.changed_s for folder in run.segments.values()), default=run.main.changed_s)
@@ -197,8 +204,11 @@ class Scanner:
             return None
         if folder.segment == 0:
             return frozenset((name, 0) for name in names if not name.startswith("."))
+        known = {name: size for name, size in folder.seen or () if name.endswith(SEALED_SUFFIX)}
+        for name in sorted(known)[-_GROWING:]:  # a copy of it may be under way; older ones never change
+            del known[name]
         return frozenset(
-            (name, _size(f"{folder.path}/{name}") if name.endswith(".arrows") else 0)
+            (name, known[name] if name in known else _size(f"{folder.path}/{name}"))
             for name in names
             if name != HEARTBEAT and not name.startswith(".")
         )

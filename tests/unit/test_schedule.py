@@ -156,6 +156,25 @@ def test_rechecks_go_together() -> None:
     assert schedule.pending() == []
 
 
+def test_small_runs_that_nobody_trains_go_together() -> None:
+    """A large one among them goes alone, and so does one that failed."""
+    schedule = Schedule(jobs=4)
+    for name in "abc":
+        schedule.mark(name, NEWS, 0, is_small=True)
+    schedule.mark("large", NEWS, 0)
+    schedule.mark("live", LIVE, 0, is_small=True)
+    assert schedule.take(1) == ["live"]
+    assert schedule.take(1) == ["a", "b", "c"]
+    assert schedule.take(1) == ["large"]
+    schedule.failed("a", 2, for_good=False)
+    schedule.done("b", 2)
+    schedule.done("c", 2)
+    for name in "bc":
+        schedule.mark(name, NEWS, 100, is_small=True)
+    assert schedule.take(100) in (["a"], ["b", "c"])
+    assert schedule.take(100) in (["a"], ["b", "c"])
+
+
 def test_a_run_that_is_gone_is_forgotten() -> None:
     """Also one that is being synced, when that ends."""
     schedule = Schedule(jobs=1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import queue
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 
 from llmtrack.sync.watch import ROOT, Events, Scanner, Trust, choose
+from tests.handmade import write_segment
+from tests.oracle import Point, Segment
 
 
 class Clock:
@@ -199,6 +203,56 @@ def test_a_scan_of_a_thousand_finished_runs_costs_what_changed(
     with _counted(monkeypatch) as calls:
         assert scanner.scan() == set()
     assert calls.total() < 40, calls
+
+
+_POLL = """
+import os, sys
+from pathlib import Path
+from llmtrack.sync.ledger import Ledger
+from llmtrack.sync.watch import Scanner
+root = Path(sys.argv[1])
+scanner, ledger = Scanner(root), Ledger(root)
+scanner.scan()
+ledger.refresh()
+scanner.set_state(ledger.ended(), ledger.resting())
+def poll():
+    changed = scanner.scan()
+    if changed:
+        ledger.refresh(changed)
+    return changed
+poll()
+os.path.exists("/begin-idle")
+assert poll() == set()
+os.path.exists("/begin-changed")
+with open(root / "run_id=live" / "segment=00001" / "metrics-00001.arrows", "ab") as out:
+    out.write(b"x")
+os.path.exists("/begin-poll")
+assert poll() == {"live"}
+os.path.exists("/end")
+"""
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_the_system_calls_of_a_poll_of_a_thousand_runs_are_a_few_dozen(tmp_path: Path) -> None:
+    """Counted by the kernel, with reading what changed, for a root of which one run changed and for one at rest."""
+    root = tmp_path / "root"
+    write_segment(root, Segment("live", 1, points=[Point(10, "loss", 1.0)]))
+    one = write_segment(tmp_path / "one", Segment("done", 1, points=[Point(10, "loss", 1.0)], exit="finished")).parent
+    for number in range(1000):
+        shutil.copytree(one, root / f"run_id=done-{number:04d}")
+    trace = tmp_path / "trace"
+    command = ["strace", "-f", "-e", "trace=%file,%desc", "-o", str(trace), sys.executable, "-c", _POLL, str(root)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if "ptrace" in done.stderr:
+        pytest.skip("processes may not be traced here")
+    assert done.returncode == 0, done.stderr
+    calls = trace.read_text().split("/begin-idle")[1]
+    idle, _, rest = calls.partition("/begin-changed")
+    changed = rest.partition("/begin-poll")[2].partition("/end")[0]
+    counts = idle.count("\n"), changed.count("\n")
+    print("calls of a poll, at rest and with one change:", counts)  # noqa: T201 - for the documents
+    assert max(counts) < 200, counts  # a look at each run would be thousands
 
 
 def test_what_is_new_in_a_finished_run_is_found_within_its_turn(tmp_path: Path, clock: Clock) -> None:
