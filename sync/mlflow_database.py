@@ -126,6 +126,13 @@ class DatabaseClient:
         with self._writing:  # the store looks at every metric; the client in front of it would look a second time
             self._store.log_batch(ref, metrics=metrics, params=[], tags=[])
 
+    def forget_run(self, ref: str) -> None:
+        """Remove a deleted run for good, as ``mlflow gc`` does; where this MLflow has no such call it stays deleted."""
+        forget = getattr(self._store, "_hard_delete_run", None)
+        if forget is not None:
+            with self._writing:
+                forget(ref)
+
     def history(self, ref: str, key: str, *, page: int, skip: int) -> Iterator[Record]:
         """Yield the records of one key in MLflow's order: time, step, value."""
         from mlflow.utils.search_utils import SearchUtils

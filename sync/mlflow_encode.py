@@ -24,6 +24,7 @@ _NOT_ALLOWED: Final = re.compile(r"[^/\w.\- :]")
 _RESERVED: Final = re.compile(rf"{STEP_KEY}|.*({_NONFINITE}|{_COPY}[0-9]+)")  # what the encoder makes by itself
 _KEY_CHARS: Final = 250  # MLflow's limit
 _NAME_CHARS: Final = 200  # leaves room for our endings, and for our prefix where a name is part of a tag's
+_PARAMS: Final = 1000  # of a run; what a page can show
 _PARAM_CHARS: Final = 6000  # beyond it MLflow cuts with a warning that nobody sees
 _TAG_CHARS: Final = 5000  # 8000 since MLflow 2.14, 5000 before
 
@@ -137,7 +138,10 @@ def params_of(config: Mapping[str, Any], recipe: Mapping[str, Any]) -> tuple[dic
     """
     params: dict[str, str] = {}
     tags: dict[str, str] = {}
-    for path, value in [*_flat((), config), *_flat(("recipe",), recipe)]:
+    settings = [*_flat((), config), *_flat(("recipe",), recipe)]
+    if len(settings) > _PARAMS:
+        tags["llmtrack.params_left_out"] = _left_out(len(settings))
+    for path, value in settings[:_PARAMS]:
         name = ".".join(path)
         key = key_of(name)
         if key in params:  # {"a.b": 1, "a": {"b": 2}}
@@ -150,6 +154,16 @@ def params_of(config: Mapping[str, Any], recipe: Mapping[str, Any]) -> tuple[dic
             text = f"({len(text)} characters: see the tags llmtrack.param.{key}.1, .2, ...)"
         params[key] = text
     return params, tags
+
+
+def left_out(settings: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+    """Return how many settings are no parameters, as a sentence; nothing when all are."""
+    paths = {path for config, recipe in settings for path, _ in [*_flat((), config), *_flat(("recipe",), recipe)]}
+    return _left_out(len(paths)) if len(paths) > _PARAMS else ""
+
+
+def _left_out(settings: int) -> str:
+    return f"{_PARAMS} of {settings} settings are parameters; all are in the artifact llmtrack/config.json"
 
 
 def text_tags(key: str, text: str) -> dict[str, str]:

@@ -11,8 +11,8 @@ from urllib.parse import quote
 from llmtrack.writer.errors import RejectedError
 
 from . import mlflow_client
-from .mlflow_encode import MlflowEncoder, key_of, params_of, text_tags, told_records
-from .sink import CANONICAL, REPLACED, SUPERSEDED, Encoder, Record, RunSpec, TrackerRun
+from .mlflow_encode import MlflowEncoder, key_of, left_out, params_of, text_tags, told_records
+from .sink import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED, Encoder, Record, RunSpec, TrackerRun
 from .story import Story, StoryPoint
 
 if TYPE_CHECKING:
@@ -162,6 +162,7 @@ class MlflowSink:
 
         mapped = self.prepare(run, sorted({point.name for point in story.points()}))
         notes = [f"the metric {name!r} is called {key!r} there" for name, key in mapped.items()]
+        notes += filter(None, [left_out([(setting.config, setting.recipe) for setting in story.settings])])
         has_artifacts = self._is_server or self._folder is not None
         with mlflow_client.translated(self._uri, run.run_id):
             return notes + Teller(self._client, run, story, has_artifacts=has_artifacts).tell()
@@ -181,9 +182,14 @@ class MlflowSink:
             yield from self._client.history(run.ref, key, page=_PAGE_METRICS, skip=skip)
 
     def delete(self, run: TrackerRun) -> None:
-        """Delete a run as MLflow does: it can be restored until ``mlflow gc``."""
+        """Delete a run as MLflow does: it can be restored until ``mlflow gc``.
+
+        Of a local database a provisional run is gone at once, because there is one for every checkpoint.
+        """
         with mlflow_client.translated(self._uri, run.run_id):
             self._client.delete_run(run.ref)
+            if self._folder is not None and run.kind == PROVISIONAL:
+                self._client.forget_run(run.ref)
 
     def _experiment(self, project: str) -> str:
         if project not in self._experiments:

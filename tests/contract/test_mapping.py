@@ -399,3 +399,79 @@ def test_a_sync_killed_while_it_tells_is_completed(bench: Bench) -> None:
             ("eval/mmlu/acc", tokens, tokens / 1000)
         ]
     assert len(under(run, "eval/")) == sum(under(run, "eval/").values()) == 20
+
+
+def test_rows_of_a_thousand_metrics_arrive_whole(bench: Bench) -> None:
+    """MLflow takes a thousand metrics in a request, and with the optimiser step these rows have more."""
+    names = [f"layer/{n:04d}/grad_norm" for n in range(1000)]
+    bench.log.segment().log([(10 * k, {name: k + n / 1000 for n, name in enumerate(names)}) for k in (1, 2)])
+    bench.log.segment(after=("run", 1, 20)).checkpoint(20)
+    bench.sync()
+    run = bench.only("canonical")
+    assert set(run.points.values()) == {1}
+    assert sorted(run.points) == sorted(row.point for row in bench.rows())
+    assert len(run.steps) == 2
+
+
+def test_the_latest_values_are_those_of_the_live_curve(local: Bench) -> None:
+    """What MLflow lists beside a run is never a value that a restart or a rollback left behind."""
+
+    def latest() -> dict[str, tuple[int, float]]:
+        ref = local.only("canonical").ref
+        rows = local.tracker.query("SELECT key, step, value FROM latest_metrics WHERE run_uuid = ?", ref)
+        return {key: (tokens, value) for key, tokens, value in rows if key != "step"}
+
+    def live(segment: int, tokens: int) -> dict[str, tuple[int, float]]:
+        found = [row for row in local.rows() if (row.segment, row.tokens) == (segment, tokens)]
+        return {row.name: (row.tokens, row.value) for row in found}
+
+    local.log.segment().train(0, 1000).checkpoint(400)
+    local.sync()
+    assert latest() == live(1, 400)
+    local.log.segment(after=("run", 1, 400)).train(400, 600).checkpoint(600)
+    local.sync()
+    assert latest() == live(2, 600)
+    local.log.segment(after=("run", 1, 200), fork_reason="rollback").train(200, 300).checkpoint(300)
+    local.sync()
+    assert latest() == live(3, 300)
+
+
+def test_a_settled_stretch_leaves_no_run_behind_in_a_local_database(bench: Bench) -> None:
+    """There is one for every checkpoint: a local database forgets it, a server keeps it until it is told otherwise."""
+    segment = bench.log.segment().train(0, 1000)
+    for tokens in (200, 400, 600):
+        segment.checkpoint(tokens)
+        bench.sync()
+    query = (
+        "SELECT count(*) FROM runs JOIN experiments e USING (experiment_id) WHERE e.name = ? AND runs.lifecycle_stage"
+    )
+    ((deleted,),) = bench.tracker.query(f"{query} = 'deleted'", bench.log.project)
+    assert deleted == (2 if bench.tracker.uri.startswith("http") else 0)
+    assert len(bench.runs("provisional")) == 1
+
+
+def test_more_settings_than_a_page_can_show_are_in_the_table_of_settings(local: Bench) -> None:
+    """A thousand become parameters, and the sync and a tag say how many did not."""
+    config = {f"key{n}": n for n in range(1200)}
+    local.log.segment(config=config).train(0, 50).checkpoint(50)
+    (row,) = local.sync()
+    run = local.only("canonical")
+    assert len(run.params) == 1000
+    assert "1000 of 1200" in str(run.tag("params_left_out"))
+    assert any("1000 of 1200" in note for note in row["notes"])
+    folder = Path(unquote(urlsplit(run.artifact_uri).path), "llmtrack", "config.json")
+    assert json.loads(folder.read_text())[0]["config"] == config
+
+
+def test_a_users_own_colour_and_description_stay(local: Bench) -> None:
+    """What a person changed on MLflow's pages is theirs."""
+    segment = local.log.segment().train(0, 500).checkpoint(400)
+    local.sync()
+    ref = local.only("canonical").ref
+    with mlflow_client(local) as client:
+        client.set_tag(ref, "mlflow.runColor", "#123456")
+        client.set_tag(ref, "mlflow.note.content", "mine")
+    segment.checkpoint(500).alert(450)
+    local.sync()
+    tags = local.only("canonical").tags
+    assert (tags["mlflow.runColor"], tags["mlflow.note.content"]) == ("#123456", "mine")
