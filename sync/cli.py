@@ -19,7 +19,7 @@ from llmtrack.writer.errors import RetryableSinkError, UsageError
 
 from . import cursor, notify
 from .config import Watching, configurable
-from .sink import sink_class
+from .wandb_options import WandbOptions, with_wandb_options
 
 if TYPE_CHECKING:
     import duckdb
@@ -35,17 +35,23 @@ _VERIFIED: Final = {
 
 
 @configurable
+@with_wandb_options
 @click.command(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\nExamples:\n  llmtrack-sync runs --to mlflow\n  llmtrack-sync runs --to mlflow --watch\n"
     "  llmtrack-sync runs --to mlflow --tracking-uri http://mlflow.example.org:5000 --run 'pretrain-*'\n"
+    "  llmtrack-sync runs --to wandb --wandb-offline /scratch/wandb    # then, elsewhere, wandb sync\n"
     "  llmtrack-sync status runs    # how far it is; llmtrack-sync status --help\n\n"
     "\b\nExit status: 0 everything sent and verified; 1 usage or authentication; 2 some runs incomplete;\n"
     "3 tracker not reachable; 4 damaged data found, intact data sent; 130 interrupted.",
 )
 @click.argument("root", type=click.Path(path_type=Path))
-@click.option("--to", "tracker", required=True, metavar="TRACKER", help="The tracker: mlflow.")
-@click.option("--tracking-uri", metavar="URI", help="Its address. MLflow: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db.")
+@click.option("--to", "tracker", required=True, metavar="TRACKER", help="The tracker: mlflow or wandb.")
+@click.option(
+    "--tracking-uri",
+    metavar="URI",
+    help="Its address. MLflow: MLFLOW_TRACKING_URI, or sqlite:///mlflow.db. W&B: WANDB_BASE_URL, or its cloud.",
+)
 @click.option("--run", "pattern", metavar="GLOB", help="Only runs whose id matches.")
 @click.option(
     "--tail",
@@ -136,10 +142,12 @@ def _sync(
     quiet: bool,
     verbose: bool,
     watching: Watching,
+    wandb: WandbOptions,
 ) -> int:
     began = time.monotonic()
     receivers = notify.receivers(watching.notify, watching.on_alert)
-    sink = sink_class(tracker)(tracking_uri, timeout_s=timeout_s)
+    sink = wandb.sink(tracker, tracking_uri, timeout_s)
+    tail = wandb.tail(tail)
     if watching.on and not dry_run:
         from .replay import Options
         from .service import Settings, watch
