@@ -227,9 +227,7 @@ def test_credentials_come_from_mlflows_own_environment_names(
         ("Basic YW5uOnNlY3JldA==", {"MLFLOW_TRACKING_USERNAME": "ann", "MLFLOW_TRACKING_PASSWORD": "secret"}),
         ("Bearer t0ken", {"MLFLOW_TRACKING_TOKEN": "t0ken"}),
     ):
-        before.rule = lambda request, wanted=wanted: (
-            None if request.headers.get("Authorization") == wanted else Fault("401", 401, b"who are you")
-        )
+        before.rule = _letting_in(wanted)
         assert bench.sync(expect=1) == []
         with monkeypatch.context() as environment:
             for name, value in names.items():
@@ -239,6 +237,11 @@ def test_credentials_come_from_mlflows_own_environment_names(
     kept = b"".join(path.read_bytes() for path in bench.state.rglob("*") if path.is_file())
     assert b"secret" not in kept
     assert b"t0ken" not in kept
+
+
+def _letting_in(wanted: str) -> Callable[[Request], Fault | None]:
+    stranger = Fault("401", 401, b"who are you")
+    return lambda request: None if request.headers.get("Authorization") == wanted else stranger
 
 
 def test_a_certificate_is_trusted_when_mlflows_environment_names_its_authority(
