@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
-from llmtrack.query.console import plain
 from llmtrack.query.curves import Line
 from llmtrack.query.curves import Row as Point
 from llmtrack.query.layout import tokens
@@ -40,7 +39,7 @@ def pack(report: ReportData, *, axis: str) -> str:
             *(_evals(report, *key) for key in eval_names(report)),
         ],
     }
-    text = json.dumps(plain(content), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
 
 

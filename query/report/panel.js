@@ -315,11 +315,10 @@ class Panel {
       if (x - before < CLOSE_PX * unit) continue; // ninety restarts would hide the curve
       before = x;
       stroke(ctx, colours.border(), unit, [3 * unit, 3 * unit], x, bbox.top, x, bbox.top + bbox.height);
-      const text = border.flag;
-      if (x - labelled > ctx.measureText(text).width + 6 * unit) {
+      if (x > labelled) {
         ctx.fillStyle = colours.ink();
-        ctx.fillText(text, x + 3 * unit, bbox.top + 2 * unit);
-        labelled = x;
+        ctx.fillText(border.flag, x + 3 * unit, bbox.top + 2 * unit);
+        labelled = x + ctx.measureText(border.flag).width + 6 * unit;
       }
     }
     ctx.fillStyle = colours.border();
