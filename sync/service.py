@@ -605,11 +605,14 @@ def watch(
         except SinkError as error:
             say(f"error: {error}")
             return EXIT_USAGE
-    worth = [report for report in service.reports if report.sent or report.error or report.held or report.deleted]
+    reports = service.reports
+    worth = [report for report in reports if report.sent or report.error or report.held or report.deleted]
     outcome = once.Outcome(worth)
     if as_json:
         for row in show.rows(outcome):
             click.echo(json.dumps({"event": "summary", **{key: plain(value) for key, value in row.items()}}))
+    elif not worth and not quiet:
+        click.echo(f"{len(reports)} run{'s' * (len(reports) != 1)}: there was nothing to send")
     elif not quiet:
         how = f"each sync verified as --verify {settings.options.verify} says"
         click.echo(show.summary(outcome, time.monotonic() - began_s, sink.look, would=False, verified=how))
