@@ -168,7 +168,7 @@ def _sync(
         return watch(settings, sink, receivers, as_json=as_json, quiet=quiet, verbose=verbose)
     log = _open_log(root, pattern, watching)
 
-    from . import once, show
+    from . import once, show, single
     from .intact import unread
     from .replay import Options
 
@@ -184,7 +184,8 @@ def _sync(
         else:
             tells = {"quiet": quiet, "verbose": verbose, "tell_errors": quiet or as_json}
             with show.Console(**tells, tracker=sink.tracker, runs=len(runs)) as console:
-                outcome = once.replay_all(job, runs, known, console)
+                outcome = single.replay(job, runs, known, console)
+            single.tell(job, runs, receivers, watching.min_level, say)
     except KeyboardInterrupt:
         say("what the tracker accepted is remembered: the next sync goes on there")
         raise
