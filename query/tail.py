@@ -41,6 +41,9 @@ _STARTS: Final = """
     WHERE s.run_id = $run
     ORDER BY s.segment
 """
+_REACHED: Final = """
+    SELECT segment, last_time, last_step, last_tokens, exit FROM segments WHERE run_id = $run ORDER BY segment
+"""
 _RECORDS: Final = {
     "alert": "SELECT segment, seq, time, step, tokens, level, rule, message, phase FROM alerts WHERE run_id = $run",
     "checkpoint": "SELECT segment, seq, time, step, tokens, ckpt_id, path FROM checkpoints WHERE run_id = $run",
@@ -69,7 +72,7 @@ class Follower:
     metrics: Sequence[str] = ()
     _seen: dict[int, int] = field(default_factory=dict)  # segment: the last row that was told
     _told: set[tuple[Any, ...]] = field(default_factory=set)
-    _over: set[int] = field(default_factory=set)  # segments of which nothing can come any more
+    _reached: dict[int, list[Any]] = field(default_factory=dict)  # segment: how far it was when it was asked last
     _status: str = ""
 
     def last(self, lines: int) -> Iterator[Event]:
@@ -95,15 +98,13 @@ class Follower:
         refresh(self.con, [self.run_id])
         events = list(self._happened())
         with self.con.cursor() as cursor:
-            found = cursor.execute("SELECT segment FROM segments WHERE run_id = ? ORDER BY 1", [self.run_id]).fetchall()
-            for (segment,) in found:
-                if segment in self._over:
+            for segment, *reached in cursor.execute(_REACHED, {"run": self.run_id}).fetchall():
+                if self._reached.get(segment) == reached:  # nothing new in it
                     continue
+                self._reached[segment] = reached
                 for row in self._rows(cursor, self.run_id, segment, self._seen.get(segment, -1) + 1, None):
                     self._seen[segment] = row["seq"]
                     events.append(row)
-                if ("end", segment) in self._told:  # it was told to its end, and nothing comes after that
-                    self._over.add(segment)
         order = {"start": 0, "end": 2}
         yield from sorted(
             events, key=lambda event: (event["segment"] or 0, order.get(event["kind"], 1), event.get("seq") or 0)
