@@ -147,6 +147,11 @@ def _translate(error: Exception, uri: str, run_id: str | None) -> LlmtrackError:
             "name the authority's file in MLFLOW_TRACKING_SERVER_CERT_PATH",
         ),
         (
+            "Databricks credential" in text,
+            "no credentials for Databricks can be found",
+            "pip install databricks-sdk, then set DATABRICKS_HOST and DATABRICKS_TOKEN or run `databricks auth login`",
+        ),
+        (
             "out-of-date database schema" in text,
             f"{uri} was made by another version of MLflow: {text}",
             f"mlflow db upgrade {uri}",

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlencode, urlsplit
 import pytest
 from mlflow import MlflowClient
 
-from tests.contract.conftest import Bench, Log, Model, Stored, evaluate
+from tests.contract.conftest import Bench, Log, Model, Stored, Tracker, evaluate
 
 
 @pytest.fixture(params=["embedded", "server"])
@@ -461,6 +461,36 @@ def test_more_settings_than_a_page_can_show_are_in_the_table_of_settings(local: 
     assert any("1000 of 1200" in note for note in row["notes"])
     folder = Path(unquote(urlsplit(run.artifact_uri).path), "llmtrack", "config.json")
     assert json.loads(folder.read_text())[0]["config"] == config
+
+
+@pytest.mark.soak
+def test_a_server_needs_no_more_than_skinny(
+    server: Tracker, log: Log, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the extra ``mlflow-http`` alone all of a run arrives; a database is refused with the remedy."""
+    project = Path(__file__).parents[2]
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    subprocess.run([python, "-m", "pip", "install", "-q", f"{project}[mlflow-http]"], check=True)
+    bench = Bench(log, server, tmp_path / "state", capsys)
+    bench.log.segment(config={"a": 1}).train(0, 1000).alert(300).checkpoint(400)
+    evaluate(bench.log, "ckpt-1-400", 0.25)
+
+    def sync(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [python, "-c", "from llmtrack.sync.cli import main; main()", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+
+    done = sync(*bench.arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    before = content(bench)
+    assert len(models(bench)) == 1
+    assert bench.only("canonical").tag("tables") is not None
+    shutil.rmtree(bench.state)
+    assert bench.sync()[0]["points_sent"] == 0  # the whole of MLflow finds nothing lacking
+    assert content(bench) == before
+    refused = sync(str(log.root), "--to", "mlflow", "--tracking-uri", f"sqlite:///{tmp_path}/x.db")
+    assert refused.returncode == 1
+    assert "llmtrack-log[mlflow]" in refused.stderr
 
 
 def test_a_users_own_colour_and_description_stay(local: Bench) -> None:
