@@ -110,7 +110,7 @@ class Page {
     } else if (input.name === "smoothing") {
       // From a thousandth of the run to a fifth of it, evenly in logarithms.
       state.smoothing = Number(input.value) === 0 ? 0 : 0.001 * 200 ** ((Number(input.value) - 1) / 99);
-      const text = state.smoothing ? `over ${short(+(state.smoothing * this.tokensSpan()).toPrecision(3))} tokens` : "off";
+      const text = state.smoothing ? `half-life ${short(+(state.smoothing * this.tokensSpan()).toPrecision(3))} tokens` : "off";
       document.getElementById("smoothed").textContent = text;
     } else if (input.name in state) state[input.name] = input.checked;
     else return;

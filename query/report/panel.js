@@ -97,7 +97,7 @@ class Panel {
   makeEntries() {
     const { state, runs, colours } = this.page;
     const entries = [];
-    const tau = state.smoothing * this.page.tokensSpan();
+    const halfLife = state.smoothing * this.page.tokensSpan();
     for (const line of this.lines) {
       const run = runs[line.run];
       if (state.hidden.has(line.run) || (line.by !== null && !state.superseded)) continue;
@@ -116,13 +116,13 @@ class Panel {
           look: { spanGaps: false, points: { size: 5, stroke: colour, fill: colour }, ...look },
         });
       };
-      const isSmoothed = tau > 0 && this.spec.kind === "metric";
+      const isSmoothed = halfLife > 0 && this.spec.kind === "metric";
       const dash = isPale ? [4, 3] : run.dash;
       add(line.value, { stroke: isSmoothed ? colours.faint(colour) : colour, width: isSmoothed ? 1 : LINE_WIDTH, dash }, true);
       if (this.spec.kind === "eval") entries.at(-1).look.points = { show: true, size: 7, stroke: colour, fill: colour };
       else if (isSmoothed) entries.at(-1).look.points = { show: false };
       if (isSmoothed) {
-        add(smooth(line, tau), { stroke: colour, width: LINE_WIDTH + 0.4, dash, points: { show: false } }, false);
+        add(smooth(line, halfLife), { stroke: colour, width: LINE_WIDTH + 0.4, dash, points: { show: false } }, false);
       }
     }
     // What is current lies over what is not.

@@ -45,15 +45,16 @@ function placesOf(line, axis, run) {
   return { xs, order };
 }
 
-// Exponential moving average by tokens, without the pull towards zero at its beginning: a point that lies `tau` tokens back
-// weighs 1/e. Of a line that was thinned out the means of its stretches are averaged, weighed by how many points they stand for.
-function smooth(line, tau) {
+// Exponentially weighted mean by tokens, without the pull towards zero at its beginning: the weight of a point halves with each
+// half-life that it lies behind, as the SQL macro `smooth` has it. Of a line that was thinned out the means of its stretches are
+// averaged, weighed by how many points they stand for.
+function smooth(line, halfLife) {
   const result = new Array(line.value.length).fill(null);
   let sum = 0;
   let weight = 0;
   let before = null;
   const take = (index, mean, count) => {
-    const decay = before === null ? 0 : Math.exp(-(line.tokens[index] - before) / tau);
+    const decay = before === null ? 0 : 2 ** (-(line.tokens[index] - before) / halfLife);
     sum = sum * decay + mean * count;
     weight = weight * decay + count;
     before = line.tokens[index];

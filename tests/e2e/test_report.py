@@ -217,16 +217,16 @@ def test_what_is_shown_can_be_chosen(opened: Open, odd: Path) -> None:
 
 
 def test_smoothing_is_the_average_by_tokens_of_what_was_logged(opened: Open, odd: Path) -> None:
-    """Weights fall by e every so many tokens, and a beginning is not pulled towards zero."""
+    """Weights halve every so many tokens, and a beginning is not pulled towards zero."""
     browser = opened(odd, "pretrain-7b-recipe-1")
     slide = "const s = document.querySelector('[name=smoothing]'); s.value = 50;"
     browser.run(f"(() => {{ {slide} s.dispatchEvent(new Event('input', {{bubbles: true}})); }})()")
-    tau = browser.run("report.state.smoothing * report.tokensSpan()")
+    half_life = browser.run("report.state.smoothing * report.tokensSpan()")
     smoothed = browser.run("report.panels[0].entries.find(entry => !entry.isRaw).ys")
     points = ask(odd, "SELECT tokens, value FROM series('pretrain-7b-recipe-1', 'train/loss') WHERE isfinite(value)")
     for index in (0, 1, 10, len(points) - 1):
         at = points[index][0]
-        weights = [math.exp((tokens - at) / tau) for tokens, _ in points[: index + 1]]
+        weights = [2 ** ((tokens - at) / half_life) for tokens, _ in points[: index + 1]]
         mean = sum(weight * value for weight, (_, value) in zip(weights, points, strict=False)) / sum(weights)
         assert smoothed[index] == pytest.approx(mean, rel=1e-9)
 
