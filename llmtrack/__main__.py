@@ -21,6 +21,7 @@ _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
     "compare": ("llmtrack.query.pictures", "compare", "Compare one metric of several runs at equal tokens."),
     "tail": ("llmtrack.query.pictures", "tail", "Show the last rows of a run, and follow it."),
     "report": ("llmtrack.query.pictures", "report", "Write runs as one HTML file that opens anywhere."),
+    "alerts": ("llmtrack.query.alerts", "alerts", "List alerts, and what they have in common."),
     "best": ("llmtrack.query.cli", "best", "Rank checkpoints by an evaluation."),
     "verify": ("llmtrack.writer.cli", "verify_root", "Check every file of a root."),
     "adopt": ("llmtrack.writer.cli", "adopt_run", "Join a run to the place it really started from."),

@@ -103,7 +103,7 @@ class Run:
         position: SupportsIndex | None = None,
         *,
         rank: int | None = None,
-        late: bool = False,
+        tokens: SupportsIndex | None = None,
     ) -> None:
         """Say what a step was trained on, before the row of that step is logged; it is kept for a while.
 
@@ -114,8 +114,9 @@ class Run:
             step: The optimiser step.
             ids: One id or many, strings or integers: of sequences, documents, shards; arrays too, from the host.
             position: In the order of the data, so that the batch can be found again.
-            rank: Whose ids these are; None where one rank speaks for all.
-            late: They are another rank's, and were asked for after an alert; what the reducer does.
+            rank: Whose ids these are; None where one rank speaks for all. Those of others than rank 0 come after an
+                alert, from the reducer, and are recorded at once.
+            tokens: Tokens seen by the run; default: what the last row had, until a row of this step says more.
 
         Raises:
             UsageError: A step or a position that is no integer, or ids that are none.
@@ -202,6 +203,23 @@ class Run:
         Raises:
             UsageError: A step or tokens that are no integer.
         """
+
+    def context(self, message: str, step: SupportsIndex, tokens: SupportsIndex) -> None:
+        """Add to the newest alert what else is known of it, as a record of phase ``context``; nothing before the first.
+
+        Args:
+            message: What a person should read.
+            step: The optimiser step.
+            tokens: Tokens seen by the run.
+
+        Raises:
+            UsageError: A step or tokens that are no integer.
+        """
+
+    @property
+    def alert_step(self) -> int:
+        """Return the step of the newest alert that is worse than an information; 0 before the first."""
+        return 0
 
     def on_alert(self, act: Callable[[], None]) -> None:
         """Have something done on this rank when an alert is recorded that is worse than an information.
@@ -420,11 +438,12 @@ class RecordingRun(Run):
         position: SupportsIndex | None = None,
         *,
         rank: int | None = None,
-        late: bool = False,
+        tokens: SupportsIndex | None = None,
     ) -> None:
         """Say what a step was trained on; see `Run.batches`."""
         at = None if position is None else _coordinate("position", position)
-        mark = StepIds(_coordinate("step", step), self._buffer.tokens, take_ids(ids), at, rank, late)
+        place = self._buffer.tokens if tokens is None else _coordinate("tokens", tokens)
+        mark = StepIds(_coordinate("step", step), place, take_ids(ids), at, rank, is_foreign=bool(rank))
         if (mark.ids or at is not None) and not self._is_over:
             self._buffer.put_mark(mark)
 
@@ -525,6 +544,20 @@ class RecordingRun(Run):
             self._buffer.put_item(record)
             self._drain.wake()
         self._alert_was_raised(told)
+
+    def context(self, message: str, step: SupportsIndex, tokens: SupportsIndex) -> None:
+        """Add to the newest alert what else is known of it; see `Run.context`."""
+        alert = self._last_alert
+        if alert is None or self._is_over:
+            return
+        same = {name: alert.get(name) for name in ("alert_id", "rule", "metric")}
+        record = self._record("alerts", step, tokens, **same, level="info", message=str(message), phase="context")
+        self._buffer.put_item(record)
+
+    @property
+    def alert_step(self) -> int:
+        """Return the step of the newest alert; see `Run.alert_step`."""
+        return 0 if self._last_alert is None else int(str(self._last_alert["step"]))
 
     def _next_alert_id(self) -> str:
         return f"{self.run_id}-{self.segment}-{next(self._alert_numbers)}"

@@ -273,6 +273,20 @@ def burst(job: Job) -> list[int]:
     return due
 
 
+def ids(job: Job) -> None:
+    """Each rank has ids of its own, and in the end the same; rank 0 alone knows of a spike in the loss."""
+    with job.run() as run:
+        reducer = Reducer(run, every=2)
+        for step in range(1, 121):
+            loss = 5.0 if step == 80 else 2.0 + 0.01 * (step * 7919 % 13)
+            reducer.mean("train/loss", loss)
+            names = [f"all-{step}"] if step > 86 else [f"rank {job.rank} step {step} {part}" for part in range(2)]
+            reducer.step(step, step * 10, batch_ids=names, position=step)
+            if job.rank == 0 and step == 80:
+                run.flush()  # the spike is seen before the next log step
+            dist.barrier()
+
+
 def checkpointed(job: Job) -> tuple[int, dict[str, float]]:
     """A checkpoint comes in the middle of a window; what has arrived at the end can be printed."""
     with job.run() as run:
@@ -435,6 +449,7 @@ _SCENARIOS: dict[str, Callable[[Job], Any]] = {
             refused,
             collectives,
             burst,
+            ids,
             checkpointed,
             subgroups,
             destroyed,

@@ -27,7 +27,7 @@ _PROGRAM = Path(__file__).with_name("reducer_ranks.py")
 _JOB_LIMIT_S = 300.0
 _EVERYWHERE = (
     *("ragged", "micro_batches", "stages", "extremes", "any_order", "different_from_the_start", "different_later"),
-    *("collectives", "burst", "checkpointed", "destroyed", "fsdp", "refused"),
+    *("collectives", "burst", "ids", "checkpointed", "destroyed", "fsdp", "refused"),
 )
 _SCENARIOS = {
     2: (*_EVERYWHERE, "different_alike", "different_setups", "ddp", "different_steps"),
@@ -209,6 +209,22 @@ def test_a_log_step_takes_one_collective_and_no_wait(job: Job) -> None:
     assert log.series("mean 4") == log.series("max 9") == log.series("train/grad_norm") == [2.0] * 4
 
 
+def test_around_an_alert_the_log_has_the_ids_of_all_ranks(job: Job) -> None:
+    """Each with its rank; those that are the same on all ranks once."""
+    log = job.log("ids")
+    (alert,) = [row for row in log["alerts"] if row["phase"] == "raised"]
+    assert (alert["rule"], alert["step"]) == ("loss_spike", 80)
+    assert alert["batch_ids"] == [f"rank 0 step {step} {part}" for step in (80, 79) for part in range(2)]
+    batches = {(row["step"], row["rank"]): row for row in log["batches"]}
+    assert len(batches) == len(log["batches"])
+    own = range(64, 87)
+    assert {key for key in batches if key[0] in own} == {(step, rank) for step in own for rank in range(job.world_size)}
+    for (step, rank), row in batches.items():
+        names = [f"all-{step}"] if step > 86 else [f"rank {rank} step {step} {part}" for part in range(2)]
+        assert (row["batch_ids"], row["position"], row["tokens"]) == (names, step, step * 10)
+    assert {key for key in batches if key[0] > 86} == {(87, 0), (88, 0)}
+
+
 def test_a_burst_comes_to_all_ranks_at_once(job: Job) -> None:
     """Rank 0 alone saw the alert, and no rank computes per-layer norms that the others do not."""
     # The alert came at step 13; at 14 it was sent, at 15 every rank knew, and 16 is the first of five.
@@ -218,6 +234,9 @@ def test_a_burst_comes_to_all_ranks_at_once(job: Job) -> None:
     assert log.series("layers/0/norm") == [job.world_size * (job.world_size + 1) / 2] * len(due)
     assert [point["step"] for point in log["metrics"] if point["name"] == "layers/0/norm"] == due
     assert log.steps() == sorted([*{*range(3, 31, 3), *due}, 20])  # once more at 20: a checkpoint
+    alert, context = log["alerts"]
+    assert (context["alert_id"], context["phase"], context["step"]) == (alert["alert_id"], "context", 15)
+    assert context["message"] == "per_layer at every step from 16 to 20"
 
 
 def test_a_checkpoint_ends_the_window_on_all_ranks(job: Job) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,9 +54,9 @@ def test_clear_spikes_are_found_at_once_and_nothing_else_is() -> None:
 @pytest.mark.parametrize(
     "more, least", [({}, 0.95), ({"warmup": 2000}, 0.95), ({"every": 10}, 0.85)], ids=["dense", "warm-up", "sparse"]
 )
-def test_spikes_on_the_steep_fall_are_found(more: dict[str, int], least: float) -> None:
+def test_spikes_on_the_steep_fall_are_found(more: dict[str, Any], least: float) -> None:
     """In the first six hundred points; between sparse log steps the fall is too steep for the smallest of them."""
-    many = (curves.loss(seed, 600, spikes=3, first_spike=80, shifts=0, **more) for seed in range(2000, 2040))  # type: ignore[arg-type]
+    many = (curves.loss(seed, 600, spikes=3, first_spike=80, shifts=0, **more) for seed in range(2000, 2040))
     result = total(LossSpike, many)
     assert result.clear > 40
     assert result.recall >= least
@@ -195,9 +196,9 @@ def test_a_sudden_drop_is_found_at_its_third_point_and_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("pauses", [{"pauses": 0.02}, {"every_pause": 10}, {"every_pause": 3, "pauses": 0.0}])
-def test_pauses_that_nobody_marked_are_no_drop(pauses: dict[str, float]) -> None:
+def test_pauses_that_nobody_marked_are_no_drop(pauses: dict[str, Any]) -> None:
     """Evaluations and checkpoints, also regular ones."""
-    many = (curves.throughput(seed, 5000, **pauses) for seed in range(10))  # type: ignore[arg-type]
+    many = (curves.throughput(seed, 5000, **pauses) for seed in range(10))
     assert total(ThroughputDrop, many).false_alerts == 0
 
 
@@ -314,9 +315,10 @@ def test_every_threshold_is_a_number_with_a_name(detector: Detector) -> None:
 
 def test_what_is_no_state_is_refused_and_changes_nothing() -> None:
     """A state of another detector, of a later version, or of nothing at all."""
-    for given, strange in itertools.product(default(8), ({"seen": "x"}, {}, {"seen": math.nan}, {"seen": 1.5}, 7)):
+    many: list[Any] = [{"seen": "x"}, {}, {"seen": math.nan}, {"seen": 1.5}, 7]
+    for given, strange in itertools.product(default(8), many):
         before = given.state_dict()
         if given.STATE:
             with pytest.raises(ValueError, match="no state of the detector"):
-                given.load_state_dict(strange)  # type: ignore[arg-type]
+                given.load_state_dict(strange)
         assert given.state_dict() == before

@@ -49,6 +49,10 @@ class BatchRing:
         self._wanted_step = -1  # up to which they are wanted
         self._step = self._step_before = -1  # of the last rows: what came between them is in the mean of the last
 
+    def __len__(self) -> int:
+        """Return how many batches are kept."""
+        return len(self._batches)
+
     def put(self, item: StepIds) -> None:
         """Keep the ids of a step; what comes in parts (micro-batches) is put together."""
         key = (item.step, item.rank)
@@ -84,7 +88,7 @@ class BatchRing:
             if batch.step not in steps:
                 steps.append(batch.step)
             mine[steps.index(batch.step)][:0] = _texts(batch)
-        return _hash(mine[0]), mine[0] + mine[1]
+        return hash_of(mine[0]), mine[0] + mine[1]
 
     def want(self, step: int) -> None:
         """Have the batches written from before an alert at a step to after it."""
@@ -115,7 +119,7 @@ def _record(batch: _Batch, time_ms: int) -> Record:
             "time": time_ms,
             "step": batch.step,
             "tokens": batch.tokens,
-            "batch_hash": _hash(texts),
+            "batch_hash": hash_of(texts),
             "batch_ids": texts,
             "position": batch.position,
             "rank": batch.rank,
@@ -133,7 +137,7 @@ def _short(text: str) -> str:
     return f"{text[: _LONGEST_ID - 17]}#{blake2b(text.encode('utf-8', 'replace'), digest_size=8).hexdigest()}"
 
 
-def _hash(texts: list[str]) -> str | None:
+def hash_of(texts: list[str]) -> str | None:
     """Return what names a set of ids, whatever their order; None for none."""
     if not texts:
         return None

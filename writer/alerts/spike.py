@@ -64,7 +64,7 @@ class LossSpike(Detector):
         *,
         threshold: float = 7.0,
         pair_threshold: float = 4.0,
-        tail_factor: float = 1.5,
+        tail_factor: float = 1.7,
         floor: float = 0.0005,
         quanta: float = 4.0,
         warmup: int = 30,

@@ -67,13 +67,14 @@ class _Event:
     rule: str
     worst: Finding
     worst_step: int
-    rows: int = 0  # since the alert
+    rows: int = -1  # since that of the alert
     cooldown: int = 0  # rows in which what comes belongs to it still
     is_open: bool = True
     is_silent: bool = False  # it began in another process, which has said so
     has_context: bool = False
     records: int = 0
-    rows_since: int = 0  # it was cleared
+    rows_since: int = 0  # it was over
+    end: Record | None = None  # to be written unless it comes back in the cool-down
     active: set[str] = field(default_factory=set)  # keys of the detectors that find something
     joined: set[str] = field(default_factory=set)  # and of those that ever did
 
@@ -128,7 +129,7 @@ class Watch:
         self._next_id = next_id
         self._on_raised = on_raised
         self._recipe_hash = recipe_hash
-        self._ring = ring or BatchRing()
+        self._ring = BatchRing() if ring is None else ring
         self._events: dict[str, _Event] = {}
         self._version = 0  # odd while a row is looked at: what the training thread then reads does not count
         self._step = self._tokens = 0
@@ -165,7 +166,10 @@ class Watch:
         if self._history_read is not None:
             self._history_read.wait(_LAST_PATIENCE_S)
             self._give_up_at_s = 0.0
-        return self.look(())
+        records = self.look(())
+        for key in [key for key, event in self._events.items() if not event.is_open]:
+            self._forget(key, records)
+        return records
 
     def note(self, record: Record) -> list[Record]:
         """Complete an alert of the caller's own with the batches, and return those that are to be recorded."""
@@ -255,7 +259,7 @@ class Watch:
             event = self._raise(watched, finding, place, records)
         elif not event.is_open or watched.key not in event.joined:
             word = "also" if event.is_open else "again"
-            event.is_open, event.rows_since = True, 0
+            event.is_open, event.end = True, None
             if not event.is_silent and event.records < _MORE_RECORDS:
                 event.records += 1
                 message = f"{word}: {finding.message}"
@@ -296,21 +300,26 @@ class Watch:
         if not event.has_context:
             self._write_context(event, place, values, records)
         worst = event.worst
-        message = f"over after {event.rows} rows; at worst {_at_worst(event)}"
-        record = _record(place, event, worst, "cleared", message)
-        record.values.update(value=values.get(worst.metric), score=None)
-        records.append(record)
+        message = f"over after {event.rows + 1} rows; at worst {_at_worst(event)}"
+        event.end = _record(place, event, worst, "cleared", message)
+        event.end.values.update(value=values.get(worst.metric), score=None)
 
     def _count_row(self, place: dict[str, int], values: Mapping[str, float], records: list[Record]) -> None:
         """Write what there is to say some rows after an alert, and forget events that are long over."""
         for key, event in list(self._events.items()):
             event.rows += 1
-            if not event.has_context and event.rows > _CONTEXT_ROWS:
+            if not event.has_context and event.rows >= _CONTEXT_ROWS:
                 self._write_context(event, place, values, records)
             if not event.is_open:
                 event.rows_since += 1
                 if event.rows_since > event.cooldown:
-                    del self._events[key]
+                    self._forget(key, records)
+
+    def _forget(self, key: str, records: list[Record]) -> None:
+        """Say that an event is over, now that it can no longer come back."""
+        event = self._events.pop(key)
+        if event.end is not None:
+            records.append(event.end)
 
     def _write_context(
         self, event: _Event, place: dict[str, int], values: Mapping[str, float], records: list[Record]

@@ -23,6 +23,7 @@ from llmtrack.writer.errors import UsageError
 from llmtrack.writer.run import Run
 
 from .cadence import Cadence
+from .gather import IdsOfRanks
 from .metric import Kind, Metric
 from .reduction import Ranks, Reduction, is_distributed
 from .scalar import take_scalar
@@ -113,8 +114,9 @@ class Reducer:
         self._tokens = 0
         # Disabled, or a rank that knows of no other: nobody would log what is reduced.
         self._is_off = run.segment == 0
-        if cadence is not None:
-            run.on_alert(cadence.ask_for_burst)
+        self._alert = 0  # the step of an alert that the other ranks do not know of, plus one
+        self._ids = IdsOfRanks(run, self._ranks, self._device, self._stream)
+        run.on_alert(self._take_note_of_alert)
 
     def mean(self, name: str, value: Tensor | SupportsFloat | None, weight: Tensor | SupportsFloat = 1.0) -> None:
         """Add a value to a mean over micro-batches and ranks, weighted: sum of weight * value over sum of weights.
@@ -221,12 +223,21 @@ class Reducer:
             )
         self._known_meshes.add(mesh)
 
-    def step(self, step: SupportsIndex, tokens: SupportsIndex) -> None:
+    def step(
+        self,
+        step: SupportsIndex,
+        tokens: SupportsIndex,
+        batch_ids: object = None,
+        position: SupportsIndex | None = None,
+    ) -> None:
         """End a step on every rank; at a log step reduce what was given since the last one, and log it.
 
         Args:
             step: The optimiser step that ended.
             tokens: Tokens seen by the run, this step included.
+            batch_ids: What this rank trained on in the step, or all of them; see `Run.batches`. After an alert, rank 0
+                gets those that other ranks gave, too.
+            position: In the order of the data.
 
         Raises:
             UsageError: Ranks, or log steps, have given different metrics: raised on every rank at the next log step,
@@ -238,6 +249,9 @@ class Reducer:
         self._steps += 1
         if self.throughput is not None:
             self.throughput.end_step(seen)
+        if batch_ids is not None or position is not None:
+            self._ids.keep(at, seen, batch_ids, None if position is None else _integer("position", position))
+        self._ids.take()
         if self.cadence is None and at % self.every:
             return
         due = [window for window in self._windows.values() if self._is_due(window, at)]
@@ -251,6 +265,7 @@ class Reducer:
             UsageError: As `step`.
         """
         windows = [window for window in self._windows.values() if window.began_at < self._steps]
+        self._ids.take()
         if windows:
             self._reduce(_integer("step", step), _integer("tokens", tokens), windows, is_full=False)
 
@@ -289,7 +304,10 @@ class Reducer:
         if self._is_off:
             return
         self._measure(tokens, windows)
-        wants_burst = self.cadence is not None and self.cadence.take_request()
+        self._ids.step(step)
+        alert, self._alert = self._alert, 0
+        if self.cadence is not None and self.cadence.take_request():
+            alert = alert or step + 1
         try:
             reduction = Reduction(
                 windows,
@@ -298,7 +316,7 @@ class Reducer:
                 step=step,
                 setup=self._setup,
                 is_full=is_full,
-                wants_burst=wants_burst,
+                alert=alert,
             )
         except (RuntimeError, ValueError) as error:  # torch has either for a group that is gone
             self._give_up(step, error)
@@ -333,14 +351,29 @@ class Reducer:
             return
         try:
             reduction.wait()
-            wants_burst = reduction.wants_burst()
+            alert = reduction.alert()
         except RuntimeError as error:
             self._give_up(step, error)
             return
         reduction.agree()
         self._arrived = (reduction, *self._arrived[:1])
-        if wants_burst and self.cadence is not None:
-            self.cadence.begin_burst(step)
+        if alert:
+            self._ids.want(alert - 1)
+            self._begin_burst(step)
+
+    def _begin_burst(self, step: int) -> None:
+        """Log more for a while, on all ranks, and say so in the log."""
+        if self.cadence is None:
+            return
+        self.cadence.begin_burst(step)
+        denser = ", ".join(group.name for group in self.cadence.groups.values() if group.burst)
+        if denser:
+            message = f"{denser} at every step from {step + 1} to {self.cadence.burst_until_step}"
+            self._run.context(message, step, self._tokens)
+
+    def _take_note_of_alert(self) -> None:
+        """Let the other ranks know at the next log step; on whatever thread the alert was raised."""
+        self._alert = self._run.alert_step + 1
 
     def _give_up(self, step: int, error: Exception) -> None:
         """Reduce no more: a rank is gone, and the trainer's own collectives are to say so, not this."""

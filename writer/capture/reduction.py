@@ -25,15 +25,15 @@ from .window import ENTRY, Window, host_tensor, to_device
 _PATIENCE_S: Final = 30.0  # of the training thread, with ranks that are more than a log step behind
 _PAUSE_S: Final = 0.0005
 
-# The head of a vector: a wish, and what must be the same on all ranks.
-_HEAD: Final = 3  # whether this rank asks for a burst; the step; how the reducer was set up
+# The head of a vector: what one rank may know, and what must be the same on all ranks.
+_HEAD: Final = 3  # the step of an alert, plus one; the step; how the reducer was set up
 _PER_WINDOW: Final = 2  # number of metrics; 1 where one of them is new or missing
 
 _VERDICT: Final = 2  # doubles that say whether the ranks fit together
 _FEW_NUMBERS: Final = 10_000
 
 # The name that torch 2.13 has deprecated is the only one that earlier versions have.
-_all_gather: Final[Any] = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+all_gather: Final[Any] = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 def is_distributed() -> bool:
@@ -102,7 +102,7 @@ class Reduction(PendingRow):
         step: The log step.
         setup: A number for how the reducer was set up, which must be the same everywhere.
         is_full: Whether the windows end at their log step, or at a checkpoint before it.
-        wants_burst: Whether this rank asks for a burst.
+        alert: A step at which there was an alert, plus one; 0 when this rank knows of none.
 
     Attributes:
         out_of_place: In words, what this rank has and the others had not, or the other way round.
@@ -120,7 +120,7 @@ class Reduction(PendingRow):
         step: int,
         setup: float,
         is_full: bool,
-        wants_burst: bool,
+        alert: int,
     ) -> None:
         self.step = step
         self._windows = tuple(windows)
@@ -132,12 +132,12 @@ class Reduction(PendingRow):
         self._missing = {str(metric) for metrics in self._metrics for metric in metrics if not metric.was_given}
         self._points = sum(1 + metric.names_rank for metrics in self._metrics for metric in metrics)
         self._is_full = is_full
-        self._wants_burst = wants_burst
+        self._alert = alert
         self._work: dist.Work | None = None
         self._copied: torch.cuda.Event | None = None
         self._gathered: Any = None  # a tensor, once there is one
         self._head = _HEAD + _PER_WINDOW * len(windows)
-        numbers = [float(wants_burst), float(step), setup]
+        numbers = [float(alert), float(step), setup]
         for window, word in zip(windows, words, strict=True):
             numbers += (float(len(window.metrics)), float(bool(word)))
         for window in windows:
@@ -178,7 +178,7 @@ class Reduction(PendingRow):
             self._gathered = vector.unsqueeze(0)
             return None
         self._gathered = vector.new_empty(len(self._ranks), len(vector))
-        work: dist.Work | None = _all_gather(self._gathered.view(-1), vector, group=self._ranks.group, async_op=True)
+        work: dist.Work | None = all_gather(self._gathered.view(-1), vector, group=self._ranks.group, async_op=True)
         return work
 
     # What comes back.
@@ -235,30 +235,30 @@ class Reduction(PendingRow):
                 raise RuntimeError(f"a rank has not come to step {self.step}")
             sleep(_PAUSE_S)
 
-    def wants_burst(self) -> bool:
-        """Return whether a rank asked for a burst; once it is ready.
+    def alert(self) -> int:
+        """Return the step of an alert that a rank knows of, plus one; 0 for none. Once it is ready.
 
         Raises:
             RuntimeError: A rank is gone.
             UsageError: Ranks, or log steps, gave different metrics; raised on every rank.
         """
-        differs, burst = self._look()
+        differs, alert = self._look()
         if differs or self.out_of_place:
             raise UsageError(
                 self._explain(),
                 hint="give the same metrics in every window on every rank, None where there is no value; log what "
                 "comes rarely with run.log on rank 0",
             )
-        return bool(burst)
+        return int(alert)
 
     def _look(self) -> tuple[float, float]:
-        """Return whether ranks sent what differs, and whether one wants a burst."""
+        """Return whether ranks sent what differs, and the newest alert."""
         if len(self._ranks) == 1:
-            return False, self._wants_burst
+            return False, self._alert
         self._join()
         if self._copied is not None or self._gathered.numel() > _FEW_NUMBERS:
-            differs, burst = (self._host[:_VERDICT] if self._copied is not None else self._verdict()).tolist()
-            return differs, burst
+            differs, alert = (self._host[:_VERDICT] if self._copied is not None else self._verdict()).tolist()
+            return differs, alert
         rows: list[list[float]] = self._gathered.tolist()  # for a few ranks a tenth of what ten calls of torch take
         fixed = [(row[1 : self._head], row[self._head :: ENTRY]) for row in rows]
         return any(one != fixed[0] for one in fixed), max(row[0] for row in rows)
@@ -282,7 +282,7 @@ class Reduction(PendingRow):
         return entries
 
     def _verdict(self) -> Tensor:
-        """Return ``[_VERDICT]`` on the device: whether ranks sent what differs, whether one wants a burst."""
+        """Return ``[_VERDICT]`` on the device: whether ranks sent what differs, and the newest alert."""
         fixed, hashes = self._gathered[:, 1 : self._head], self._entries_of_ranks()[..., 0]
         differs = (fixed != fixed[0]).any() | (hashes != hashes[0]).any()
         return torch.stack([differs.to(torch.float64), self._gathered[:, 0].amax()])
