@@ -114,6 +114,7 @@ def read_runs(con: duckdb.DuckDBPyConnection, only: Collection[str] | None = Non
     """
     parts = _parts(con, only)
     segments = _segments(con)
+    unread = {run_id for (run_id,) in con.execute("SELECT DISTINCT run_id FROM damages").fetchall()}
     settled_to = dict(
         con.execute(
             "SELECT run_id, max(tokens) FROM checkpoints WHERE superseded_by IS NULL GROUP BY run_id"
@@ -125,7 +126,7 @@ def read_runs(con: duckdb.DuckDBPyConnection, only: Collection[str] | None = Non
         " FROM runs ORDER BY run_id"
     ).fetchall():
         rows = [row for row in segments.get(run_id, []) if row["start_ms"] is not None]
-        if not rows and run_id not in parts:
+        if not rows and run_id not in parts and run_id not in unread:
             continue  # a folder that was claimed a moment ago
         first: dict[str, Any] = rows[0] if rows else {}
         head_start = rows[-1]["start_tokens"] if rows else None
