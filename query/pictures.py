@@ -76,12 +76,13 @@ def plot(
     with connect(root, runs=[run_id]) as con:
         if as_json:
             click.echo(to_json(terminal.read_rows(con, run_id, metrics)))
-            return report_damages(con)
+            if output is None:
+                return report_damages(con)
         with connect(root, points=False) as all_runs:
             curves = terminal.read_curves(con, run_id, metrics, all_runs=all_runs)
         if output is not None:
             _write(output, picture.draw_curves(curves, _kind(output), axis=axis, log_y=log_y))
-        else:
+        if not (as_json or output):
             columns, lines = layout.screen()
             size = {"width": width or columns, "height": height or max(12, min(lines - 4, 30))}
             for curve in curves:

@@ -22,6 +22,9 @@ from .differences import Change, Flat, changes, settings
 POINTS: Final = 250_000  # of all curves together: about ten bytes each in the file
 CURVE_POINTS: Final = 8_000  # of one: several for each pixel, and enough to zoom in tenfold
 PANELS: Final = 1_500
+CURVES: Final = 15_000  # metrics times runs: each has some points at least
+EVAL_PANELS: Final = 300
+SEGMENTS: Final = 2_000  # rows of that table
 ROWS: Final = 500  # of a table, of all runs together
 SETTINGS: Final = 5_000  # keys that are listed, of all runs together
 
@@ -138,7 +141,7 @@ class ReportData:
 
 def read_report(
     con: duckdb.DuckDBPyConnection, all_runs: duckdb.DuckDBPyConnection, run_ids: Sequence[str], *, root: Path,
-    metrics: Sequence[str] = (), points: int = POINTS,
+    metrics: Sequence[str] = (), points: int = POINTS, panels: int = CURVES,
 ) -> ReportData:  # fmt: skip
     """Read what a report needs.
 
@@ -149,6 +152,7 @@ def read_report(
         root: Where they are, as it is to be named.
         metrics: Names or globs; none given: all.
         points: How many points all curves together may have.
+        panels: How many curves there may be, metrics times runs.
 
     Raises:
         UsageError: None of the runs has a metric of one of the names.
@@ -157,7 +161,7 @@ def read_report(
     everything = sorted({name for names in known.values() for name in names})
     chosen = curves.select_metrics(everything, metrics, ", ".join(run_ids)) if metrics else everything
     names = _headline_first(chosen)
-    shown = names[:PANELS]
+    shown = names[: max(1, min(PANELS, panels // max(len(run_ids), 1)))]
     runs = [RunData(describe_run(con, all_runs, run_id)) for run_id in run_ids]
     for run in runs:
         run.lines = curves.count_lines(con, run.run_id, shown)

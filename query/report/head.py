@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 from collections.abc import Iterator
 
 from llmtrack.query import layout
@@ -26,7 +27,7 @@ def head(report: ReportData, now: dt.datetime) -> Html:
         names = []
         facts = _run_table(report)
     written = f'written <time datetime="{now.isoformat(timespec="seconds")}">{now:%Y-%m-%d %H:%M} UTC</time>'
-    sub = " · ".join([*names, f"from {text(report.root)}", written])
+    sub = " · ".join([*names, f"from {text(os.path.abspath(report.root))}", written])
     return Html(f'<header>\n<h1>{title}</h1>\n<p class="sub">{sub}</p>\n{facts}\n</header>')
 
 

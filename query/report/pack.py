@@ -15,7 +15,7 @@ from llmtrack.query.curves import Line
 from llmtrack.query.curves import Row as Point
 from llmtrack.query.layout import tokens
 
-from .data import ROWS, ReportData, Row, RunData, error_text, is_lower_better
+from .data import EVAL_PANELS, ROWS, ReportData, Row, RunData, error_text, is_lower_better
 
 TEXT: Final = 300  # characters of one text on a chart
 _MARKS: Final = 4_000  # checkpoints, of all runs together
@@ -44,8 +44,8 @@ def pack(report: ReportData, *, axis: str) -> str:
 
 
 def eval_names(report: ReportData) -> list[tuple[str, str]]:
-    """Return every (task, metric) that a checkpoint of the runs was evaluated by."""
-    return sorted({(row["task"] or "", row["metric"] or "") for run in report.runs for row in run.evals})
+    """Return the (task, metric) that checkpoints of the runs were evaluated by, as many as have a chart."""
+    return sorted({(row["task"] or "", row["metric"] or "") for run in report.runs for row in run.evals})[:EVAL_PANELS]
 
 
 def best_of(found: Iterable[Row]) -> Row | None:

@@ -7,7 +7,7 @@ from typing import Final
 
 from llmtrack.query import layout
 
-from .data import ROWS, SETTINGS, ReportData, Row, RunData, error_text
+from .data import ROWS, SEGMENTS, SETTINGS, ReportData, Row, RunData, error_text
 from .differences import differing
 from .html import Html, join, text
 from .pack import best_of, eval_names
@@ -22,10 +22,9 @@ def segments(report: ReportData) -> Html:
     rows = [list(_segment_cells(run, row, several=several)) for run in report.runs for row in run.described.segments]
     heads = ["Segment", "From", "Tokens", "Ended", "Started (UTC)", "Ran", "Waited", "Host", "Ranks", "Checkpoints"]
     heads += ["Kept", "Superseded", "GPU hours", "Lost"]
-    parts = [
-        "<h2>Segments and goodput</h2>",
-        listed(["Run", *heads] if several else heads, rows, numbers=range(9 + several, len(heads) + several)),
-    ]
+    heads = ["Run", *heads] if several else heads
+    table = listed(heads, rows[:SEGMENTS], numbers=range(9 + several, len(heads)), count=len(rows))
+    parts = ["<h2>Segments and goodput</h2>", table]
     total = sum(gpu_hours(run)[0] for run in report.runs)
     lost = sum(gpu_hours(run)[1] for run in report.runs)
     if total:
@@ -34,23 +33,18 @@ def segments(report: ReportData) -> Html:
     children = [(run, child) for run in report.runs for row in run.described.segments for child in row["children"]]
     children += [(run, child) for run in report.runs for child in run.described.children]
     if children:
-        parts.append("<h3>Forks</h3>")
-        parts.append(
-            listed(
-                ["Run", "Forked into", "At tokens", "Reason", "Status"],
-                [
-                    [
-                        run.run_id,
-                        child["run_id"],
-                        token_count(child["fork_tokens"]),
-                        child["fork_reason"],
-                        badge(child["status"]),
-                    ]
-                    for run, child in children
-                ],
-                numbers=(2,),
-            )
-        )
+        forks = [
+            [
+                run.run_id,
+                child["run_id"],
+                token_count(child["fork_tokens"]),
+                child["fork_reason"],
+                badge(child["status"]),
+            ]
+            for run, child in children
+        ]
+        heads = ["Run", "Forked into", "At tokens", "Reason", "Status"]
+        parts += ["<h3>Forks</h3>", listed(heads, forks[:ROWS], numbers=(2,), count=len(forks))]
     return join(["<section>", *parts, "</section>"])
 
 

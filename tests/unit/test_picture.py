@@ -126,6 +126,10 @@ def test_plot_writes_png_and_svg(odd: Path, tmp_path: Path, llmtrack: Call) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
     assert llmtrack("plot", "pretrain-7b", "train/loss", "--root", odd, "-o", tmp_path / "x.SVG")[0] == 4
     assert (tmp_path / "x.SVG").read_bytes().startswith(b"<?xml")
+    target.unlink()
+    _, out, _ = llmtrack("plot", "pretrain-7b", "train/loss", "--root", odd, "-o", target, "--json")
+    assert out.startswith("[\n")
+    assert target.exists(), "rows and a picture"
 
 
 def test_plot_refuses_places_and_formats_before_it_reads(odd: Path, tmp_path: Path, llmtrack: Call) -> None:

@@ -17,7 +17,7 @@ import pytest
 from llmtrack import __main__ as program
 from llmtrack import query
 from llmtrack.query import report
-from llmtrack.query.report import data, differences, pack, write_report
+from llmtrack.query.report import data, differences, pack, parts, write_report
 from llmtrack.query.report import html as made
 from llmtrack.writer.errors import UsageError
 from tests.handmade import write_segment
@@ -233,6 +233,21 @@ def test_a_report_of_many_points_is_bounded(tmp_path: Path) -> None:
     assert len(drawn) < 2200
     assert SPIKE in [row.value for row in drawn]
     assert len(pack.pack(read, axis="tokens")) < 2200 * 15 + 2000
+
+
+def test_what_is_too_much_for_one_page_is_counted(tmp_path: Path) -> None:
+    """Metrics times runs are bounded, and the page says how many are left out and how to choose."""
+    for run_id in ("a", "b"):
+        points = [Point(tokens, f"m{index}", 1.0) for index in range(7) for tokens in (1, 2)]
+        write_segment(tmp_path, Segment(run_id, 1, points=points))
+    with query.connect(tmp_path) as con:
+        read = data.read_report(con, con, ["a", "b"], root=tmp_path, panels=6)
+    assert (read.metrics, read.left_out) == (["m0", "m1", "m2"], 4)
+    assert "<strong>4 more metrics</strong> are not in this file: llmtrack report --metric GLOB chooses." in made_page(
+        read
+    )
+    rows = [["x"]] * 3
+    assert "and 7 more, which the log has" in parts.listed(["A"], rows, count=10)
 
 
 def test_metrics_can_be_chosen(odd: Path, tmp_path: Path, llmtrack: Call) -> None:
