@@ -24,6 +24,8 @@ from .wandb_options import WandbOptions, with_wandb_options
 if TYPE_CHECKING:
     import duckdb
 
+    from . import once
+
 EXIT_INCOMPLETE: Final = 2
 EXIT_UNREACHABLE: Final = 3
 
@@ -199,12 +201,19 @@ def _sync(
     elif not quiet:
         seconds = time.monotonic() - began
         click.echo(show.summary(outcome, seconds, sink.look, would=dry_run, verified=_VERIFIED[verify]))
+    if outcome.held and not quiet:
+        say(outcome.held)
+    return _status(outcome, is_damaged=bool(damaged))
+
+
+def _status(outcome: once.Outcome, *, is_damaged: bool) -> int:
+    """Say what ended the sync, and return the exit status."""
     if outcome.stopped_by is not None:
         say(f"error: {outcome.stopped_by}")
         return EXIT_UNREACHABLE if isinstance(outcome.stopped_by, RetryableSinkError) else EXIT_USAGE
     if any(report.error for report in outcome.reports):
         return EXIT_INCOMPLETE
-    return EXIT_DAMAGED if damaged else EXIT_OK
+    return EXIT_DAMAGED if is_damaged else EXIT_OK
 
 
 def _check_root(root: Path) -> None:

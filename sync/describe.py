@@ -291,8 +291,8 @@ def _note(run: LoggedRun, story: Story) -> str:
     changed = changes(story)
     if changed:
         rows_of_changes = [(change.key, change.segment, change.before, change.after) for change in changed]
-        titles = ("setting", "since segment", "before", "after")
-        lines += ["**Changed on the way**; parameters show the first values", _table(titles, rows_of_changes)]
+        settings = _table(("setting", "since segment", "before", "after"), rows_of_changes)
+        lines += ["**Changed on the way**; parameters show the first values", settings]
     segments = [_row(segment) for segment in reversed(run.segments)]
     count = f"**{len(segments)} segment{'s' * (len(segments) != 1)}**, the newest first"
     lines += [count, _table(("segment", "from tokens", "ended", "host", "ranks"), segments)]

@@ -122,10 +122,12 @@ class Outcome:
         reports: Of every run that was looked at.
         stopped_by: What ended the sync before all runs were looked at: no tracker, or not for us. After `Job.stop` it
             is None although runs may be missing.
+        held: What of the log belongs to no run as yet, in words; empty when there is nothing.
     """
 
     reports: list[Report] = field(default_factory=list)
     stopped_by: SinkError | None = None
+    held: str = ""
 
 
 def sync(job: Job, listener: Listener, only: Collection[str] | None = None) -> Outcome:
@@ -250,6 +252,7 @@ def replay_all(job: Job, runs: list[LoggedRun], known: dict[str, LoggedRun], lis
             outcome.stopped_by = None if job.stop else error
             return outcome
         stories = story.read_stories(job.con)
+        outcome.held = describe.held_evaluations(stories.unplaced)
         with _young_garbage_only():
             _Replays(job, listener, patience, stories=stories, there=there, outcome=outcome).execute(runs)
     return outcome

@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlencode, urlsplit
 import pytest
 from mlflow import MlflowClient
 
+from llmtrack.sync.cli import main
 from tests.contract.conftest import Bench, Log, Model, Stored, Tracker, evaluate
 
 
@@ -204,6 +205,31 @@ def test_an_evaluation_in_no_runs_folder_goes_to_the_run_of_its_checkpoint(local
     evaluate(local.log, "ckpt-1-400", 0.5, run_id=None)
     local.sync()
     assert [point[3] for point in under(local.only("canonical"), "eval/")] == [0.5]
+
+
+def test_an_evaluation_that_nobody_can_place_is_said(local: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """In no run's folder and of no run's checkpoint: people get to know, and nothing else happens."""
+    local.log.segment().train(0, 100).checkpoint(100)
+    evaluate(local.log, "nobody", 0.5, run_id=None)
+    with pytest.raises(SystemExit) as ended:
+        main(local.arguments)
+    said = capsys.readouterr()
+    assert (ended.value.code, "1 evaluation held back" in said.err, "nobody" in said.err) == (0, True, True)
+
+
+def test_a_damaged_evaluation_costs_itself_alone(local: Bench) -> None:
+    """Points and the other evaluations arrive, and the status says that something was damaged."""
+    local.log.segment().train(0, 500).checkpoint(200).checkpoint(400)
+    evaluate(local.log, "ckpt-1-200", 0.25)
+    good = set(local.log.root.glob("run_id=run/evals/*"))
+    evaluate(local.log, "ckpt-1-400", 0.5)
+    (bad,) = set(local.log.root.glob("run_id=run/evals/*")) - good
+    content = bytearray(bad.read_bytes())
+    content[10:40] = bytes(30)
+    bad.write_bytes(content)
+    local.sync(expect=4)
+    assert [point[3] for point in under(local.only("canonical"), "eval/")] == [0.25]
+    assert len(local.only("canonical").points) == 2 * 40 + 1
 
 
 def test_alerts_are_points_tags_and_a_table(bench: Bench) -> None:
@@ -469,7 +495,7 @@ def test_a_server_needs_no_more_than_skinny(
 ) -> None:
     """With the extra ``mlflow-http`` alone all of a run arrives; a database is refused with the remedy."""
     project = Path(__file__).parents[2]
-    python = tmp_path / "venv" / "bin" / "python"
+    python = str(tmp_path / "venv" / "bin" / "python")
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     subprocess.run([python, "-m", "pip", "install", "-q", f"{project}[mlflow-http]"], check=True)
     bench = Bench(log, server, tmp_path / "state", capsys)
