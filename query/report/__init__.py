@@ -13,7 +13,7 @@ from llmtrack.writer.errors import UsageError
 from llmtrack.writer.log.publish import publish
 
 from . import data
-from .page import page
+from .page import page as make_page
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def write_report(
     """
     check_place(path)
     report = data.read_report(con, all_runs, run_ids, root=root, metrics=metrics)
-    content = page(report, axis=axis).encode("utf-8", "replace")
+    content = make_page(report, axis=axis).encode("utf-8", "replace")
     write_whole(path, content)
     drawn = sum(len(line.rows) for run in report.runs for line in run.lines)
     return Written(path, len(content), len(report.runs), len(report.metrics), report.points, drawn)

@@ -17,8 +17,9 @@ import pytest
 from llmtrack import __main__ as program
 from llmtrack import query
 from llmtrack.query import report
-from llmtrack.query.report import data, differences, html as made, pack, page as pages, parts, write_report
-from llmtrack.query.report import data, differences, html as made, pack, page as pages, parts, write_report
+from llmtrack.query.report import data, differences, pack, parts, write_report
+from llmtrack.query.report import html as made
+from llmtrack.query.report import page as pages
 from llmtrack.writer.errors import UsageError
 from tests.handmade import write_segment
 from tests.oracle import Point, Segment
@@ -244,8 +245,6 @@ def test_what_is_too_much_for_one_page_is_counted(tmp_path: Path) -> None:
         read = data.read_report(con, con, ["a", "b"], root=tmp_path, panels=6)
     assert (read.metrics, read.left_out) == (["m0", "m1", "m2"], 4)
     assert "<strong>4 more metrics</strong> are not in this file: llmtrack report --metric GLOB" in pages.page(read)
-        read
-    )
     rows = [["x"]] * 3
     assert "and 7 more, which the log has" in parts.listed(["A"], rows, count=10)
 
