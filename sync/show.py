@@ -72,6 +72,8 @@ class Console:
             if self._bars is not None:
                 self._bars.update(self._opening, visible=False)
                 bar = self._bars.add_task(run.run_id, total=points or None)
+            if not self._under_way:
+                self._told = time.monotonic()
             line = self._under_way[run.run_id] = _Line(self, run.run_id, points, bar)
             return line
 

@@ -126,8 +126,8 @@ def test_a_log_in_open_and_sealed_parts_is_one_run(local: Bench) -> None:
     local.sync()
     from llmtrack.writer.log.seal import seal_part
 
+    rows = local.rows()
     for part in sorted(segment.folder.glob("metrics-*.arrows")):
-        rows = local.rows()
         seal_part(part)
     assert local.sync()[0]["points_sent"] == 0
     assert local.only("provisional").points == points(rows)

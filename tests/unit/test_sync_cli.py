@@ -222,7 +222,8 @@ def test_the_default_is_a_database_beside_the_caller_and_the_output_is_clean(roo
     call = [sys.executable, "-c", code, str(root), "--to", "mlflow"]
     environment = os.environ | {"PYTHONPATH": _checkout()}
     first = subprocess.run(call, capture_output=True, text=True, check=False, env=environment)
-    assert (first.returncode, first.stderr) == (0, "")
+    said = [line for line in first.stderr.splitlines() if not line.startswith("run run-1: ")]  # where all is slow
+    assert (first.returncode, said) == (0, [])
     assert first.stdout.startswith("run-1  ")
     assert "sent 20 points (20 provisional)" in first.stdout
     assert "look at it: mlflow server --backend-store-uri sqlite:///" in first.stdout
