@@ -22,15 +22,33 @@ _EXTENT: Final = """
     WHERE name = $name AND list_contains($runs, run_id) AND NOT isnan(value)
     GROUP BY run_id
 """
-# The last value at or below each place; of a window, the mean of those in (place - window, place].
+# The last value at or below each place: the last one between it and the place before, or else that one's.
 _AT: Final = """
-    SELECT h.run_id, g.tokens, max(h.tokens), arg_max(h.value, (h.tokens, h.seq)),
-           avg(h.value) FILTER (h.tokens > g.tokens - $window AND isfinite(h.value)),
-           arg_max(h.segment, (h.tokens, h.seq))
-    FROM history h
-    JOIN (SELECT unnest($grid) AS tokens) g ON h.tokens <= g.tokens
-    WHERE h.name = $name AND list_contains($runs, h.run_id)
-    GROUP BY h.run_id, g.tokens
+    WITH grid AS (SELECT unnest($grid) AS place),
+    lasts AS (
+        SELECT h.run_id, g.place,
+               arg_max(struct_pack(t := h.tokens, v := h.value, s := h.segment), (h.tokens, h.seq)) AS p
+        FROM (SELECT * FROM history WHERE name = $name AND list_contains($runs, run_id)) h
+        ASOF JOIN grid g ON h.tokens <= g.place
+        GROUP BY h.run_id, g.place
+    )
+    SELECT run_id, place, p.t, p.v, p.s
+    FROM (
+        SELECT r.run_id, g.place, last_value(l.p IGNORE NULLS) OVER (
+                   PARTITION BY r.run_id ORDER BY g.place ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW
+               ) AS p
+        FROM (SELECT unnest($runs) AS run_id) r
+        CROSS JOIN grid g
+        LEFT JOIN lasts l ON l.run_id = r.run_id AND l.place = g.place
+    ) f
+    WHERE p IS NOT NULL
+"""
+# The mean of what was logged in (place - window, place].
+_MEANS: Final = """
+    SELECT h.run_id, g.place, avg(h.value) FILTER (isfinite(h.value))
+    FROM (SELECT * FROM history WHERE name = $name AND list_contains($runs, run_id)) h
+    JOIN (SELECT unnest($grid) AS place) g ON h.tokens <= g.place AND h.tokens > g.place - $window
+    GROUP BY h.run_id, g.place
 """
 
 
@@ -92,12 +110,16 @@ def compare(
         raise curves.no_such_metric(known, name, f"none of {len(runs)} runs" if len(runs) > 1 else f"run {runs[0]}")
     ends = [extent[run][1] for run in found]
     grid = sorted(set(at)) or _grid(max(extent[run][0] for run in found), min(ends), max(ends), places)
-    parameters = {"name": name, "runs": found, "grid": grid, "window": mean_over}
+    parameters = {"name": name, "runs": found, "grid": grid}
     values = {
-        (run_id, place): (last, mean if mean_over else value, segment)
-        for run_id, place, last, value, mean, segment in con.execute(_AT, parameters).fetchall()
+        (run_id, place): (at, value, segment)
+        for run_id, place, at, value, segment in con.execute(_AT, parameters).fetchall()
         if place <= extent[run_id][1]
     }
+    if mean_over:
+        means = con.execute(_MEANS, {**parameters, "window": mean_over}).fetchall()
+        mean = {(run_id, place): value for run_id, place, value in means}
+        values = {key: (at, mean.get(key), segment) for key, (at, _, segment) in values.items()}
     rows = []
     for place in grid:
         base = values.get((found[0], place), (None, None, None))[1]
