@@ -62,8 +62,10 @@ def plot(
 
     The run's curve is drawn with those of the runs it was forked from; what was superseded is pale, and marked in the
     legend. Vertical lines show where segments start; alerts, evaluations, forks, gaps and damage have marks of their
-    own. Long curves are thinned out so that no spike is lost; --json has every point. METRIC is a name or a glob. Exit
-    status 4 when something of it, or of a run that it was forked from, cannot be read.
+    own. Long curves are thinned out so that no spike is lost; --json has every point. METRIC is a name or a glob.
+
+    Exit status: 0 done; 1 wrong usage, or no such metric; 4 something of the run, or of one that it was forked from,
+    cannot be read.
     """
     from . import picture
     from . import plot as terminal
@@ -129,7 +131,9 @@ def compare(
 
     Nothing is interpolated: a value at some tokens is the last one that was logged at or below them, on the run's own
     curve with that of the runs it was forked from. Beyond a run's last point it has none. RUN is an id, the beginning
-    of one, or a glob. Exit status 4 when something of these runs cannot be read.
+    of one, or a glob.
+
+    Exit status: 0 done; 1 wrong usage, or no such metric; 4 something of these runs cannot be read.
     """
     from . import compare as comparing
     from . import picture
@@ -179,7 +183,9 @@ def report(*, names: Sequence[str], root: Path, output: Path, metrics: Sequence[
     Curves with zoom and smoothing, what restarts left behind, segments, forks, alerts with their batches, evaluations
     with the best checkpoint, goodput, and what changed from segment to segment and from run to run. The file stays
     below 10 MB: long curves are thinned out so that no spike is lost. RUN is an id, the beginning of one, or a glob.
-    Exit status 4 when something of these runs cannot be read; the report then says what.
+
+    Exit status: 0 done; 1 wrong usage, or the file cannot be written; 4 something of these runs cannot be read, and the
+    report says what.
     """
     from .log import Log
     from .report import check_place, write_report
@@ -223,16 +229,19 @@ def tail(
 
     A line for each row of metrics, and lines beginning with --- for restarts, alerts, checkpoints, gaps, damage and the
     end. Following reads only what is new, and ends when the run has finished; a run that failed or was preempted may be
-    started again, so it is waited for. Ctrl-C ends it (exit status 130). Exit status 4 when something of the run could
-    not be read.
+    started again, so it is waited for until Ctrl-C.
+
+    Exit status: 0 done; 1 wrong usage; 4 something of the run could not be read; 130 interrupted.
     """
-    from . import tail as following
+    from . import curves, tail as following
     from .log import Log
     from .views import connect
 
     run_id = select_run(Log(root).run_ids(), name)
     # Not checked byte by byte: that would read all that was ever written, and only what is new is shown.
     with connect(root, runs=[run_id], check=False) as con:
+        if metrics and not is_followed:  # what is not there yet may come
+            curves.select_metrics(curves.metric_names(con, run_id), metrics, run_id)
         follower = following.Follower(con, run_id, metrics)
         shown = _values_on_a_line()
 

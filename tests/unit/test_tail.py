@@ -240,3 +240,8 @@ def test_a_typo_is_told_what_was_meant(finished: Path) -> None:
     ran = subprocess.run(command("b", "--root", finished), check=False, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert "there is no run 'b'" in ran.stderr
+    ran = subprocess.run(
+        command("a", "--metric", "train/los", "--root", finished), check=False, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "has no metric 'train/los'\n  try: one of train/loss" in ran.stderr
