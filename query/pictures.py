@@ -233,7 +233,8 @@ def tail(
 
     Exit status: 0 done; 1 wrong usage; 4 something of the run could not be read; 130 interrupted.
     """
-    from . import curves, tail as following
+    from . import curves
+    from . import tail as following
     from .log import Log
     from .views import connect
 
