@@ -227,11 +227,12 @@ def shown(context: click.Context) -> str:
     lines = [f"# file: {file or f'none ({FILE} is not here)'}"]
     by_section: dict[str, list[str]] = {"sync": [], "watch": [], "notify": []}
     for param in context.command.params:
-        if param.name is None or _key(param) in _NOT_IN_FILES:
+        if _key(param) in _NOT_IN_FILES:
             continue
         section, key = _place(param)
-        value = context.params.get(param.name)
-        source = _SOURCES.get(context.get_parameter_source(param.name) or ParameterSource.DEFAULT, "default")
+        name = param.name or ""
+        value = context.params.get(name)
+        source = _SOURCES.get(context.get_parameter_source(name) or ParameterSource.DEFAULT, "default")
         if value is None:
             by_section[section].append(f"# {key} =")
             continue

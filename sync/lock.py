@@ -151,7 +151,8 @@ class SyncLock:
         there = read_owner(self._owner_file)
         if there is not None:
             lives = there.lives()
-            if lives or (lives is None and not self._is_quiet(there)):
+            is_me = lives and there.pid == os.getpid()  # in an earlier life
+            if not is_me and (lives or (lives is None and not self._is_quiet(there))):
                 raise self._busy(there)
         if is_watch:
             try:

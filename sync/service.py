@@ -29,7 +29,7 @@ from llmtrack.query.console import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, plain,
 from llmtrack.query.views import LOST_AFTER_S, STALLED_AFTER_S
 from llmtrack.writer.errors import LlmtrackError, RetryableSinkError, SinkError, UsageError
 
-from . import cursor, once, record, show
+from . import cursor, once, record, renew, show
 from .journal import Journal, Style
 from .ledger import Ledger, of_verdict
 from .lock import SyncLock
@@ -53,6 +53,10 @@ _IDLE_S: Final = 600.0  # after it the connection of a run is closed
 _OPEN_RUNS: Final = 64  # connections kept open for runs that train
 _SMALL_BYTES: Final = 256 << 10  # of files: such a run is sent in a second or two
 _THREADS: Final = 2  # of DuckDB, for each connection: sorting a run's rows is little beside sending them
+_TIDY_S: Final = 60.0
+_REST_S: Final = 60.0  # without anything sent, after which a watch may begin anew
+_FEW_BYTES: Final = 200 << 20  # of memory, when no run trains
+_MANY_BYTES: Final = 2 << 30  # likewise when some do: what has grown to this has a leak
 _END_S: Final = 8.0  # how long syncs under way are waited for at the end; their requests have time-outs of their own
 _DELIVER_S: Final = 2.0  # likewise messages
 _OUTAGE_S: Final = 5.0  # before a run is tried again whose tracker did not answer for the whole time-out
@@ -162,6 +166,8 @@ class Service:
         self._ended_by: int | None = None
         self._fatal: BaseException | None = None
         self._had_success = False
+        self._has_sent = False
+        self._sent_s = 0.0
         self._refused_until_s = 0.0
         self._said_damages: set[str] = set()
         self._record = record.RootRecord(str(settings.root), sink.name, sink.tracker, asdict(settings.options))
@@ -187,6 +193,7 @@ class Service:
         with ExitStack() as stack:
             self._lock = stack.enter_context(SyncLock(self._folder, settings.root, "watch"))
             stack.enter_context(_signals(self._inbox))
+            self._journal.reports |= renew.remembered()
             self._relay = Relay(
                 record.record_path(self._folder, settings.root).with_suffix(".relay"),
                 self._receivers,
@@ -206,8 +213,7 @@ class Service:
 
     def _begin(self) -> None:
         settings = self._settings
-        self._events, why = choose(settings.root, settings.poll_s, lambda run_id: self._inbox.put(_Event(run_id)))
-        self._interval_s = _SAFETY_S if self._events is not None else settings.poll_s or POLL_S
+        why = self._watch_files()
         how = "as events come" if self._events is not None else f"every {self._interval_s:g} s ({why})"
         self._scanner = Scanner(settings.root)
         self._scanner.scan()
@@ -245,6 +251,13 @@ class Service:
         self._scanner.set_state(self._ledger.ended(), self._ledger.resting())
         self._relay.offer([one for one in happened if self._is_chosen(one.run_id)], ids)
 
+    def _watch_files(self) -> str:
+        """Start events where they come; returns why not, otherwise."""
+        settings = self._settings
+        self._events, why = choose(settings.root, settings.poll_s, lambda run_id: self._inbox.put(_Event(run_id)))
+        self._interval_s = _SAFETY_S if self._events is not None else settings.poll_s or POLL_S
+        return why
+
     def _close(self) -> None:
         """End what is under way, and keep what was accepted."""
         if self._events is not None:
@@ -268,7 +281,7 @@ class Service:
 
     def _loop(self) -> None:
         now = time.monotonic()
-        scan_s, look_s, save_s, tidy_s = now + self._interval_s, now, now + _SAVE_S, now + _IDLE_S
+        scan_s, look_s, save_s, tidy_s = now + self._interval_s, now, now + _SAVE_S, now + _TIDY_S
         while self._ended_by is None and self._fatal is None:
             now = time.monotonic()
             self._schedule.retry(now)
@@ -294,7 +307,8 @@ class Service:
                 save_s = now + _SAVE_S
             if now >= tidy_s:
                 self._tidy(now)
-                tidy_s = now + _IDLE_S / 4
+                self._renew(now)
+                tidy_s = now + _TIDY_S
             slow = self._schedule.overdue(now)
             if slow is not None and slow in self._busy:
                 self._busy[slow].stop()
@@ -499,6 +513,7 @@ class Service:
         there.complete = lane.fingerprints[report.run_id]
         there.last_success, there.last_error, there.url = record.now(), "", report.url
         if points := sum(report.sent.values()):
+            self._has_sent, self._sent_s = True, now
             there.points_sent += points
             there.points_per_s = points / max(took_s, 1e-3)
 
@@ -547,6 +562,21 @@ class Service:
             if number < too_many or now - lane.used_s > _IDLE_S:
                 self._close_lane(lane.run_ids[0])
 
+    def _renew(self, now: float) -> None:
+        """Give back the memory of the tracker's library once there is nothing to send."""
+        if not self._has_sent or self._busy or self._schedule.pending() or now - self._sent_s < _REST_S:
+            return
+        used = renew.used_bytes()
+        if used < (_MANY_BYTES if self._lanes else _FEW_BYTES) or self._relay.waiting() or not _is_main():
+            return
+        self._save(force=True)
+        self._journal.say("renewed", f"at rest, and beginning anew for the sake of memory ({used >> 20} MB)", used=used)
+        if self._events is not None:
+            self._events.stop()
+        renew.renew(record.record_path(self._folder, self._settings.root).with_suffix(".renew"), self._journal.reports)
+        self._has_sent = False  # it was not possible: not again and again
+        self._watch_files()
+
     def _save(self, *, force: bool = False) -> None:
         """Write down what is remembered."""
         if not (self._has_unsaved or force):
@@ -561,7 +591,7 @@ class Service:
 @contextmanager
 def _signals(inbox: SimpleQueue[_Event | _Signal | _Done]) -> Iterator[None]:
     """Let the first SIGINT or SIGTERM end the watch, and the second one the process, at once."""
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_main():
         yield
         return
     seen: list[int] = []
@@ -573,11 +603,16 @@ def _signals(inbox: SimpleQueue[_Event | _Signal | _Done]) -> Iterator[None]:
         inbox.put(_Signal(number))
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    renew.welcome()
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _age_s(time_: dt.datetime) -> float:

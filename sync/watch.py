@@ -282,7 +282,7 @@ class Events:
 
         self._observer = Observer()
         # Only what writing does: our own reading would be told too, and answered by reading.
-        kinds = [DirCreatedEvent, DirDeletedEvent, DirMovedEvent]
+        kinds: list[type[FileSystemEvent]] = [DirCreatedEvent, DirDeletedEvent, DirMovedEvent]
         kinds += [FileCreatedEvent, FileDeletedEvent, FileModifiedEvent, FileMovedEvent]
         self._observer.schedule(Handler(), os.fspath(root), recursive=True, event_filter=kinds)
         try:

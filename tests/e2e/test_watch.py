@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +33,7 @@ from tests.handmade import write_segment
 from tests.oracle import Point, Segment
 from tests.watching import Curves, difference, expected, statuses, stored
 
+_LONG_S = 120.0  # for what must happen; nothing is asserted about how fast
 _TRAINER = Path(__file__).with_name("watched.py")
 
 
@@ -73,21 +75,19 @@ class Watch:
             shutil.copy(empty_database, self.database)
         self.journal = Heard()
         self._receivers = options.pop("receivers", [])
-        self.settings = Settings(
-            **{
-                "root": self.root,
-                "pattern": None,
-                "state": folder / "state",
-                "options": Options(),
-                "timeout_s": 60.0,
-                "jobs": 3,
-                "poll_s": None,
-                "stalled_s": None,
-                "lost_s": None,
-                "min_level": "info",
-                **options,
-            }
+        settings = Settings(
+            root=self.root,
+            pattern=None,
+            state=folder / "state",
+            options=Options(),
+            timeout_s=60.0,
+            jobs=3,
+            poll_s=None,
+            stalled_s=None,
+            lost_s=None,
+            min_level="info",
         )
+        self.settings = replace(settings, **options)
         self._raised: list[BaseException] = []
         self._thread: threading.Thread | None = None
 
@@ -223,6 +223,7 @@ def test_runs_wait_neither_for_a_damaged_one_nor_for_a_backlog(tmp_path: Path, e
     assert "cannot be read" in failed["loop"]
 
 
+@pytest.mark.soak  # MLflow itself waits 20 s for its database; the short soak has an outage among other things
 def test_an_outage_of_the_tracker_is_waited_out(tmp_path: Path, empty_database: Path) -> None:
     """Nobody can write to its database for a while; the trainer does not notice, and what it logged comes after."""
     with Watch(tmp_path, empty_database, timeout_s=2.0, poll_s=0.3) as watch:
@@ -301,3 +302,74 @@ def test_a_run_that_is_deleted_is_forgotten(tmp_path: Path, empty_database: Path
         wait_until(lambda: ("c", "canonical", None) in stored(watch.database), "the new one is there")
         assert ("a", "canonical", None) in stored(watch.database)
     assert not watch.journal.told("failed")
+
+
+_ANEW = """
+import os
+from llmtrack.sync import service
+from llmtrack.sync.cli import main
+if "LLMTRACK_SYNC_RENEWED" not in os.environ:  # once is enough
+    service._FEW_BYTES, service._REST_S, service._TIDY_S = 1, 0.0, 0.5
+main()
+"""
+
+
+def _told(log: Path, event: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    return [row for row in rows if row["event"] == event]
+
+
+def test_a_watch_at_rest_begins_anew_and_forgets_nothing(tmp_path: Path, empty_database: Path) -> None:
+    """The same process, its lock, what it sums up at the end; SIGTERM ends it with status 0, and the output is JSON."""
+    root, log = tmp_path / "root", tmp_path / "log"
+    shutil.copy(empty_database, tmp_path / "mlflow.db")
+    _finished(root, "a")
+    place = ["--to", "mlflow", "--tracking-uri", f"sqlite:///{tmp_path}/mlflow.db", "--state", str(tmp_path / "state")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _ANEW, str(root), *place, "--watch", "--json"],
+            stdout=out,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+    try:
+        wait_until(lambda: _told(log, "renewed"), "it begins anew")
+        wait_until(lambda: len(_told(log, "watching")) == 2, "it has begun")
+        _finished(root, "b", tokens=70)
+        wait_until(lambda: [told for told in _told(log, "sent") if told["run_id"] == "b"], "it goes on")
+        assert list((tmp_path / "state").glob("*/*.owner"))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(_LONG_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+    summary = {row["run_id"]: row["points_sent"] for row in _told(log, "summary")}
+    assert summary == {"a": 5, "b": 7}
+    assert not list((tmp_path / "state").glob("*/*.renew"))
+
+
+def test_ctrl_c_ends_a_watch_with_130(tmp_path: Path) -> None:
+    """Before the tracker answers, too; a second one would end it at once."""
+    root, log = tmp_path / "root", tmp_path / "log"
+    _finished(root, "a")
+    place = ["--to", "mlflow", "--tracking-uri", "http://127.0.0.1:9", "--state", str(tmp_path / "state")]
+    command = [
+        sys.executable,
+        "-c",
+        "from llmtrack.sync.cli import main; main()",
+        str(root),
+        *place,
+        "--watch",
+        "--json",
+    ]
+    with log.open("wb") as out:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, env=environment)
+    try:
+        wait_until(lambda: _told(log, "waiting"), "it waits for the tracker")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(_LONG_S) == 130
+    finally:
+        process.kill()
+        process.wait()

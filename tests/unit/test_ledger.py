@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmtrack.sync.ledger import Ledger, of_verdict
-from llmtrack.sync.stalls import Place, Sign, Verdict
+from llmtrack.sync.stalls import Place, Sign, Status, Verdict
 from llmtrack.writer.format import segment_folder
 from tests.handmade import DAY, write_heartbeat, write_part, write_segment
 from tests.oracle import Point, Segment
@@ -126,14 +126,14 @@ def test_a_run_shows_its_heartbeat_and_its_longest_pause(tmp_path: Path) -> None
     ],
 )
 def test_a_verdict_is_said_with_the_time_at_which_it_came_true(
-    tmp_path: Path, case: tuple[str, bool, str, str, str]
+    tmp_path: Path, case: tuple[Status, bool, str, str, str]
 ) -> None:
     """Of a run that died a month ago it is a month old, and no news."""
     status, is_alive, kind, level, text = case
     write_segment(tmp_path, Segment("a", 1, points=[Point(10, "loss", 1.0)]))
     ledger = Ledger(tmp_path)
     ledger.refresh()
-    verdict = Verdict(status, "stalled", 7200.0, DAY, is_alive, Place(1, 5, 2, 10))  # type: ignore[arg-type]
+    verdict = Verdict(status, "stalled", 7200.0, DAY, is_alive, Place(1, 5, 2, 10))
     happening = of_verdict(ledger.runs["a"], verdict)
     assert (happening.kind, happening.level, happening.time) == (kind, level, DAY)
     assert text in happening.text

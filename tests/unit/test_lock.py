@@ -116,7 +116,7 @@ def test_a_root_by_another_name_is_the_same_root(folder: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_without_locks_a_living_process_is_known_by_its_start(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: subprocess.Popen[str], number: int
 ) -> None:
     """A process that has the number of a dead one does not count, nor does one from before the host was started."""
 
@@ -124,13 +124,23 @@ def test_without_locks_a_living_process_is_known_by_its_start(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    me = Owner.me("watch")
-    _write_owner(folder, tmp_path, me)
-    with pytest.raises(BusyError, match=f"process {os.getpid()} "):
+    there = read_owner(_owner_file(folder, tmp_path))
+    assert there is not None
+    with pytest.raises(BusyError, match=f"process {holder.pid} "):
         SyncLock(folder, tmp_path, "watch")
-    for gone in (replace(me, started=me.started - 1), replace(me, boot="earlier"), replace(me, pid=2**22 + 1)):
+    for gone in (
+        replace(there, started=there.started - 1),
+        replace(there, boot="earlier"),
+        replace(there, pid=2**22 + 1),
+    ):
         _write_owner(folder, tmp_path, gone)
         SyncLock(folder, tmp_path, "watch").release()
+
+
+def test_a_process_that_began_anew_keeps_its_lock(folder: Path, tmp_path: Path) -> None:
+    """It has the same number and the same start."""
+    _write_owner(folder, tmp_path, Owner.me("watch"))
+    SyncLock(folder, tmp_path, "watch").release()
 
 
 def test_another_host_lives_as_long_as_it_writes(folder: Path, tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ def _shown(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
 def test_the_service_and_the_file_of_options_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     """What systemd would start, with the file that it would read."""
     unit = configparser.ConfigParser(interpolation=None, strict=False)
-    unit.optionxform = str  # type: ignore[assignment, method-assign]
     unit.read(_FOLDER / "llmtrack-sync.service")
     program, *words = shlex.split(unit["Service"]["ExecStart"])
     assert program.endswith("llmtrack-sync")
