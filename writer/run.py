@@ -75,7 +75,6 @@ class Run:
         metrics: Mapping[str, Value],
         step: SupportsIndex,
         tokens: SupportsIndex,
-        *,
         batch_ids: object = None,
         position: SupportsIndex | None = None,
     ) -> None:
@@ -354,7 +353,6 @@ class RecordingRun(Run):
         metrics: Mapping[str, Value],
         step: SupportsIndex,
         tokens: SupportsIndex,
-        *,
         batch_ids: object = None,
         position: SupportsIndex | None = None,
     ) -> None:

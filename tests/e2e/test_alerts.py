@@ -163,3 +163,55 @@ def test_no_detectors_find_nothing_and_the_callers_own_alerts_have_their_batches
     assert alert["batch_ids"] == ids_of(1650) + ids_of(1649)
     assert [row["step"] for row in segment["batches"]] == list(range(1634, 1659))
     assert segment["segments"][0]["alerts"] is None
+
+
+def test_an_instability_is_one_event_from_the_gradient_norm_on(tmp_path: Path) -> None:
+    """The norm moves a step before the loss, and both grow over five steps."""
+    rng = random.Random(0)
+    with open_run(tmp_path) as run:
+        for step in range(1, 701):
+            loss, norm = 2.0 + rng.gauss(0, 0.01), 0.4 * math.exp(rng.gauss(0, 0.15))
+            if 500 <= step < 505:
+                norm *= (2.0, 3.0, 5.0, 8.0, 12.0)[step - 500]
+            if 501 <= step < 506:
+                loss += (0.1, 0.3, 0.6, 1.0, 1.5)[step - 501]
+            run.log({"train/loss": loss, "train/grad_norm": norm}, step, step * TOKENS)
+    alerts = read_segment(run.folder)["alerts"]
+    assert len({alert["alert_id"] for alert in alerts}) == 1
+    assert alerts[0]["step"] in {500, 501, 502}
+    assert {alert["rule"] for alert in alerts if alert["message"].startswith(("train", "also"))} == {
+        "grad_norm_spike",
+        "loss_spike",
+    }
+
+
+def test_a_run_of_nan_after_an_overflow_is_one_alert(tmp_path: Path) -> None:
+    """And it is over when the numbers are back."""
+    with open_run(tmp_path) as run:
+        for step in range(1, 401):
+            loss = math.inf if step == 300 else math.nan if 300 < step < 340 else loss_at(step)
+            run.log({"train/loss": loss}, step, step * TOKENS)
+    alerts = read_segment(run.folder)["alerts"]
+    assert [(alert["rule"], alert["phase"]) for alert in alerts] == [
+        ("nonfinite", "raised"),
+        ("nonfinite", "context"),
+        ("nonfinite", "cleared"),
+    ]
+    assert alerts[-1]["step"] == 344
+
+
+def test_a_slow_gpu_is_found_in_what_a_run_logs(tmp_path: Path) -> None:
+    """Five percent less for good, with an evaluation every 50 rows that is marked, and one that is not."""
+    rng = random.Random(1)
+    with open_run(tmp_path) as run:
+        for step in range(10, 5001, 10):
+            speed = 4e5 * (1 + rng.gauss(0, 0.01)) * (0.95 if step > 4000 else 1.0)
+            if step % 500 == 0:
+                with run.pause():
+                    speed *= 0.4
+            elif step % 700 == 0:
+                speed *= 0.4
+            run.log({"throughput/tokens_per_s": speed}, step, step * TOKENS)
+    ((rule, step),) = raised(read_segment(run.folder))
+    assert rule == "throughput_drop"
+    assert 4000 < step <= 4200

@@ -186,9 +186,12 @@ def _with_steps(rows: list[Row]) -> list[Point]:
 
 
 def _mlflow_runs(database: Path) -> dict[str, list[Point]]:
-    """Return the points of each run in MLflow, by its kind; there is one run of each kind."""
+    """Return the points of each run in MLflow but for its alerts, by its kind; there is one run of each kind."""
     with contextlib.closing(sqlite3.connect(database)) as con:
         kinds = con.execute("SELECT run_uuid, value FROM tags WHERE key = 'llmtrack.kind'").fetchall()
         assert len({kind for _, kind in kinds}) == len(kinds) == con.execute("SELECT count(*) FROM runs").fetchone()[0]
-        points = "SELECT key, step, timestamp, value FROM metrics WHERE run_uuid = ? AND NOT is_nan"
+        points = (
+            "SELECT key, step, timestamp, value FROM metrics "
+            "WHERE run_uuid = ? AND NOT is_nan AND key NOT LIKE 'alert/%'"
+        )
         return {kind: sorted(con.execute(points, [run]).fetchall()) for run, kind in kinds}

@@ -22,6 +22,8 @@ def train(root: Path, saved: dict[str, Any] | None, loss: float) -> None:
         checkpoint=saved,
         on_rollback="continue",
         flops=llmtrack.flops.estimate("6n", parameters=7e9),
+        alerts=[llmtrack.alerts.NonFinite(), llmtrack.alerts.LossSpike(threshold=9.0)],
+        on_alert=print,
     )
     assert_type(run, llmtrack.Run)
     assert_type(run.run_id, str)
@@ -29,6 +31,12 @@ def train(root: Path, saved: dict[str, Any] | None, loss: float) -> None:
     assert_type(run.start_step, int)
     assert_type(run.start_tokens, int)
     run.log({"train/loss": loss, "train/lr": 3e-4}, step=1, tokens=4096)
+    run.log({"train/loss": loss}, 1, 4096, batch_ids=["doc-1", 7], position=7)
+    run.batches(1, range(8), position=7)
+    assert_type(run.state_dict(), dict[str, Any])
+    run.load_state_dict(saved)
+    with run.pause():
+        run.context("the loader was restarted", step=1, tokens=4096)
     assert_type(run.meta(step=1, tokens=4096), dict[str, str | int | None])
     run.checkpoint(root / "step-1", step=1, tokens=4096)
     run.checkpoint("checkpoints/step-1", step=1, tokens=4096)
@@ -53,7 +61,7 @@ def reduce(run: llmtrack.Run, loss: Tensor, file: Path) -> None:
     reducer.last("train/lr", 3e-4)
     reducer.grad_norm(loss)
     with reducer.data_wait(), reducer.pause():
-        reducer.step(1, 4096)
+        reducer.step(1, 4096, batch_ids=["doc-1"], position=7)
     reducer.flush(step=1, tokens=4096)
 
 
