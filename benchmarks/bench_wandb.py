@@ -47,12 +47,26 @@ def write_log(root: Path, rows: int, metrics: int) -> None:
     folder = segment_folder(root, "run", 1)
     folder.mkdir(parents=True)
     time_of = pa.scalar(1_767_225_600_000, pa.timestamp("ms", "UTC")).as_py()
-    start = {"seq": 1, "time": time_of, "tokens": 0, "step": 0, "phase": "start", "project": "bench", "config": "{}"}
-    end = {"seq": rows + 2, "time": time_of, "tokens": rows * 4096, "step": rows, "phase": "end", "exit": "finished"}
+    start: dict[str, object] = {
+        "seq": 1,
+        "time": time_of,
+        "tokens": 0,
+        "step": 0,
+        "phase": "start",
+        "project": "bench",
+        "config": "{}",
+    }
+    end: dict[str, object] = {
+        "seq": rows + 2,
+        "time": time_of,
+        "tokens": rows * 4096,
+        "step": rows,
+        "phase": "end",
+        "exit": "finished",
+    }
     writer = PartWriter(folder / part_name("segments", 1), "segments")
-    for record in (start, end):
-        batch = pa.RecordBatch.from_pylist([record], schema=SCHEMAS["segments"])
-        writer.append(batch, record["seq"], record["seq"])
+    for seq, record in ((1, start), (rows + 2, end)):
+        writer.append(pa.RecordBatch.from_pylist([record], schema=SCHEMAS["segments"]), seq, seq)
     writer.close()
     writer = PartWriter(folder / part_name("metrics", 1), "metrics")
     for first in range(1, rows + 1, 1000):

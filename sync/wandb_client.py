@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import contextlib
 import importlib.util
+import json
 import logging
 import netrc
 import os
@@ -24,6 +25,17 @@ CLOUD: Final = "https://api.wandb.ai"
 _CORE: Final = "wandb-core"
 REQUEST_S: Final = 30.0
 _INIT_S: Final = 20.0  # the client tries for so long by itself; we go on from there
+_PAGE_ROWS: Final = 1000
+_HISTORY_PAGE: Final = """
+query HistoryPage($entity: String!, $project: String!, $run: String!,
+                  $minStep: Int64!, $maxStep: Int64!, $pageSize: Int!) {
+    project(name: $project, entityName: $entity) {
+        run(name: $run) {
+            history(minStep: $minStep, maxStep: $maxStep, samples: $pageSize)
+        }
+    }
+}
+"""
 _ENDING_S: Final = 5.0  # for the client's service to end by itself
 
 _AUTHENTICATION: Final = re.compile(
@@ -190,6 +202,31 @@ def _status(error: BaseException) -> int:
         found = getattr(found, "exc", None) or found.__cause__ or found.__context__
     told = re.search(r"HTTP ([45]\d\d)", str(error))
     return int(told.group(1)) if told else 0
+
+
+def rows_of(native: Any, first: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run from a number on, as `scan_history` does, in a quarter of its time while nothing lacks.
+
+    Its pages are asked for as the client's service asks for them, and whole rows are parsed. What W&B has moved to
+    files is not in them: from the first page on that has fewer rows than numbers, `scan_history` goes on.
+
+    Args:
+        native: The run, of the client's public API.
+        first: Number of the first row.
+    """
+    execute = getattr(getattr(native, "_service_api", None), "execute_graphql", None)
+    end = native.lastHistoryStep + 1
+    while execute is not None and first < end:
+        last = min(first + _PAGE_ROWS, end)
+        place = {"entity": native.entity, "project": native.project, "run": native.id}
+        found = execute(_HISTORY_PAGE, {**place, "minStep": first, "maxStep": last, "pageSize": _PAGE_ROWS})
+        lines = ((found.get("project") or {}).get("run") or {}).get("history") or []
+        if len(lines) != last - first:
+            break
+        yield from map(json.loads, lines)
+        first = last
+    if first < end:
+        yield from native.scan_history(page_size=_PAGE_ROWS, min_step=first, use_cache=False)
 
 
 def stop_service(*, at_once: bool = False) -> None:

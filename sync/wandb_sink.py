@@ -25,7 +25,6 @@ from .wandb_pace import Pace
 from .wandb_session import Session
 
 _BATCH_ROWS: Final = 500
-_PAGE_ROWS: Final = 1000
 _ID_TRIES: Final = 20  # ids of deleted runs that are passed over
 _FRESH_S: Final = 3600.0  # an alert older than this wakes nobody up
 _ALIKE: Final = {"running": {"running"}, "finished": {"finished"}, "failed": {"failed", "crashed", "killed"}}
@@ -415,7 +414,7 @@ class WandbSink:
             native = self._get(run.native.project, run.ref)
             if native is None:
                 return
-            for row in native.scan_history(page_size=_PAGE_ROWS, min_step=skip, use_cache=False):
+            for row in wandb_client.rows_of(native, skip):
                 found += 1
                 yield reader.record(row)
         wanted = max(self._lines.get(run.ref, 0), _line_count(native))

@@ -37,7 +37,7 @@ Point = tuple[int, int, int, int, str, float]  # seq, time, step, tokens, name, 
 def batch(points: Sequence[Point]) -> pa.RecordBatch:
     """Return points as replay gives them."""
     names = ("seq", "time_ms", "step", "tokens", "name", "value")
-    columns = list(zip(*points, strict=True)) if points else [[]] * 6
+    columns = [[point[at] for point in points] for at in range(len(names))]
     types = (pa.int64(), pa.int64(), pa.int64(), pa.int64(), pa.string(), pa.float64())
     return pa.record_batch([pa.array(c, type=t) for c, t in zip(columns, types, strict=True)], names=names)
 
