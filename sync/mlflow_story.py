@@ -28,6 +28,7 @@ _ROUNDS: Final = 2  # what is still lacking after the second is not kept
 _BATCH: Final = 1000
 _PAGE_MODELS: Final = 100
 _PAGE_RECORDS: Final = 20_000
+_NO_SUCH_CALL: Final = "ENDPOINT_NOT_FOUND"
 _MODEL_TYPE: Final = "checkpoint"
 _TABLES: Final = "llmtrack.tables"  # digests of what was uploaded, as JSON
 _NOT_STORED: Final = "llmtrack.tables_not_stored"  # and why something was not
@@ -85,6 +86,7 @@ class Teller:
         self._run = run
         self._story = story
         self._has_artifacts = has_artifacts
+        self._has_models = True
 
     def tell(self) -> list[str]:
         """Send what is lacking, and see that it stayed.
@@ -95,27 +97,32 @@ class Teller:
         Raises:
             RejectedError: MLflow accepts and does not keep.
         """
+        refused: Exception | None = None
         for _ in range(_ROUNDS):
             plan = self._look()
             if not plan:
                 break
-            self._send(plan)
+            try:
+                self._send(plan)
+            except Exception as error:  # noqa: BLE001 - another host may just have made the same: look again
+                refused = error
         else:
             if plan := self._look():
-                raise RejectedError(
+                raise refused or RejectedError(
                     f"the tracker accepted what it was told of the {self._story.kind} run, and does not have {plan}",
                     sink=mlflow_client.NAME,
                     run_id=self._story.run_id,
                     hint="see what the tracker's own log says; the next sync sends only what is lacking",
                 )
-        return self._store_tables() if self._story.kind == CANONICAL else []
+        notes = [] if self._has_models else ["this server has no models: evaluated checkpoints are points and a table"]
+        return notes + (self._store_tables() if self._story.kind == CANONICAL else [])
 
     # What is lacking.
 
     def _look(self) -> _Plan:
         plan = _Plan()
         models: dict[str, LoggedModel] = {}
-        for model in self._search_models() if self._story.checkpoints else ():
+        for model in self._list_models() if self._story.checkpoints else ():
             if models.setdefault(model.tags.get("llmtrack.ckpt_id", ""), model) is not model:
                 plan.extra.append(model.model_id)
         for checkpoint in self._story.checkpoints:
@@ -131,11 +138,20 @@ class Teller:
         for checkpoint in own:
             found = models.get(checkpoint.ckpt_id)
             if found is None:
-                plan.models.append(checkpoint)
+                plan.models += [checkpoint] if self._has_models else []
             elif found.model_id not in linked:
                 plan.links[found.model_id] = checkpoint.tokens
         plan.metrics = list(self._lacking(models, native))
         return plan
+
+    def _list_models(self) -> list[LoggedModel]:
+        try:
+            return list(self._search_models())
+        except Exception as error:
+            if getattr(error, "error_code", "") != _NO_SUCH_CALL:
+                raise
+            self._has_models = False  # before MLflow 3
+            return []
 
     def _search_models(self) -> Iterator[LoggedModel]:
         token = None

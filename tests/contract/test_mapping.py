@@ -20,6 +20,7 @@ from mlflow import MlflowClient
 
 from llmtrack.sync.cli import main
 from tests.contract.conftest import Bench, Log, Model, Stored, Tracker, evaluate
+from tests.faultproxy import Fault, Request, proxy
 
 
 @pytest.fixture(params=["embedded", "server"])
@@ -487,6 +488,58 @@ def test_more_settings_than_a_page_can_show_are_in_the_table_of_settings(local: 
     assert any("1000 of 1200" in note for note in row["notes"])
     folder = Path(unquote(urlsplit(run.artifact_uri).path), "llmtrack", "config.json")
     assert json.loads(folder.read_text())[0]["config"] == config
+
+
+def test_a_server_without_models_gets_points_and_tables(
+    server: Tracker, log: Log, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before MLflow 3 there were none: the sync says so, and leaves nothing else out."""
+    log.segment().train(0, 500).checkpoint(400)
+    evaluate(log, "ckpt-1-400", 0.25)
+    with proxy(
+        server.uri, lambda request: Fault("old", 404, b"no") if "logged-models" in request.path else None
+    ) as old:
+        bench = Bench(log, Tracker(old.uri, server.database), tmp_path / "state", capsys)
+        (row,) = bench.sync()
+    assert any("no models" in note for note in row["notes"])
+    assert bench.tracker.models(log.project) == []
+    run = bench.only("canonical")
+    assert [point[3] for point in under(run, "eval/")] == [0.25]
+
+
+def test_answers_that_are_lost_while_it_tells_make_nothing_twice(
+    server: Tracker,
+    log: Log,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server did what it was asked for, and nobody heard: it is found before it is made again."""
+    monkeypatch.setattr("llmtrack.sync.patience._FIRST_WAIT_S", 0.02)
+    log.segment().train(0, 300).checkpoint(100).checkpoint(200).checkpoint(300).alert(150)
+    for tokens in (100, 200, 300):
+        evaluate(log, f"ckpt-1-{tokens}", tokens / 1000, ms=tokens)
+    lost: set[tuple[str, bytes]] = set()
+
+    def lose(request: Request) -> Fault | None:
+        """Lose the first answer to everything that makes something, points and runs excepted."""
+        what = request.path.partition("?")[0], request.body
+        is_telling = "logged-models" in what[0] or "outputs" in what[0] or b"model_id" in request.body
+        if request.method == "GET" or not is_telling or what in lost:
+            return None
+        lost.add(what)
+        return Fault("lost", taken=True)
+
+    with proxy(server.uri, lose) as before:
+        bench = Bench(log, Tracker(before.uri, server.database), tmp_path / "state", capsys)
+        bench.sync()
+    assert len(lost) > 3
+    run = bench.only("canonical")
+    for tokens in (100, 200, 300):
+        model = models(bench)[f"ckpt-1-{tokens}"]
+        assert (model.is_ready, dict(model.outputs)) == (True, {(run.ref, tokens): 1})
+        assert [value for _, _, _, value, _ in model.metrics.elements()] == [tokens / 1000]
+    assert sum(under(run, "eval/").values()) == 3
 
 
 @pytest.mark.soak
