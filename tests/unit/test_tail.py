@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-import llmtrack
-from llmtrack import query
+from llmtrack import __main__ as program
+from llmtrack import open_run, query
 from llmtrack.query import tail
 from llmtrack.writer.format import segment_folder
 from llmtrack.writer.log.seal import seal_part
@@ -24,6 +24,7 @@ from tests.oracle import Point, Segment
 from tests.pictures import odd_root
 
 Wait = Callable[[], object]
+Call = Callable[..., tuple[int, str, str]]
 
 
 def follow(root: Path, run_id: str, actions: list[Wait], **more: Any) -> list[dict[str, Any]]:
@@ -45,7 +46,7 @@ def rows_of(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 def test_every_row_of_a_real_run_is_told_once_and_in_order(tmp_path: Path) -> None:
     """Before and after a look, through alerts, a checkpoint and the end."""
-    run = llmtrack.open_run(tmp_path, run_id="a", project="p")
+    run = open_run(tmp_path, run_id="a", project="p")
     checkpoint = tmp_path / "model.bin"
     checkpoint.write_bytes(b"weights")
 
@@ -105,7 +106,7 @@ def test_rows_that_were_sealed_between_two_looks_are_told_once(tmp_path: Path) -
 
 def test_looking_again_reads_only_what_is_new(tmp_path: Path) -> None:
     """What was read once may be gone: nobody looks there again."""
-    run = llmtrack.open_run(tmp_path, run_id="a", project="p")
+    run = open_run(tmp_path, run_id="a", project="p")
     for step in range(1, 200):
         run.log({"loss": 1.0}, step=step, tokens=step)
     run.flush(timeout=30)
@@ -156,6 +157,19 @@ def test_lines_say_what_happened() -> None:
 
 
 @pytest.fixture
+def llmtrack(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Return the command line, in this process."""
+
+    def call(*args: str | Path) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            program.main([str(arg) for arg in args])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
 def finished(tmp_path: Path) -> Path:
     """Make a run that has finished."""
     points = [Point(tokens, "train/loss", 5.0 - tokens / 100) for tokens in range(10, 301, 10)]
@@ -168,26 +182,23 @@ def command(*args: str | Path) -> list[str]:
     return [sys.executable, "-m", "llmtrack", "tail", *map(str, args)]
 
 
-def test_the_command_prints_rows_as_lines_or_json(finished: Path) -> None:
+def test_the_command_prints_rows_as_lines_or_json(finished: Path, llmtrack: Call) -> None:
     """An array; with -f an object a line, and it ends by itself when the run has."""
-    plain = subprocess.run(command("a", "-n", "2", "--root", finished), check=True, capture_output=True, text=True)
-    assert [line.split("  ")[1:] for line in plain.stdout.splitlines()] == [
+    status, out, _ = llmtrack("tail", "a", "-n", "2", "--root", finished)
+    assert status == 0
+    assert [line.split("  ")[1:] for line in out.splitlines()] == [
         ["step 29", "290", "train/loss=2.1"],
         ["step 30", "300", "train/loss=2"],
     ]
-    array = subprocess.run(
-        command("a", "-n", "2", "--json", "--root", finished), check=True, capture_output=True, text=True
-    )
-    assert [row["values"] for row in json.loads(array.stdout)] == [{"train/loss": 2.1}, {"train/loss": 2.0}]
-    followed = subprocess.run(
-        command("-f", "a", "-n", "2", "--json", "--root", finished), check=True, capture_output=True, text=True
-    )
-    assert [json.loads(line)["kind"] for line in followed.stdout.splitlines()] == ["row", "row", "status"]
+    _, out, _ = llmtrack("tail", "a", "-n", "2", "--json", "--root", finished)
+    assert [row["values"] for row in json.loads(out)] == [{"train/loss": 2.1}, {"train/loss": 2.0}]
+    _, out, _ = llmtrack("tail", "-f", "a", "-n", "2", "--json", "--root", finished)
+    assert [json.loads(line)["kind"] for line in out.splitlines()] == ["row", "row", "status"]
 
 
 def test_ctrl_c_and_a_closed_pipe_end_it_cleanly(tmp_path: Path) -> None:
     """Status 130 and one word; and nothing at all when whoever read has seen enough."""
-    run = llmtrack.open_run(tmp_path, run_id="a", project="p")
+    run = open_run(tmp_path, run_id="a", project="p")
     run.log({"loss": 1.0}, step=1, tokens=1)
     run.flush(timeout=30)
     with run, following(tmp_path) as process:
@@ -198,7 +209,7 @@ def test_ctrl_c_and_a_closed_pipe_end_it_cleanly(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (130, "error: interrupted\n")
         assert out == ""
-    with llmtrack.open_run(tmp_path, run_id="b", project="p") as run:
+    with open_run(tmp_path, run_id="b", project="p") as run:
         run.log({"loss": 1.0}, step=1, tokens=1)
         run.flush(timeout=30)
         shell = " ".join([*command("-f", "b", "--root", tmp_path, "--poll", "0.05"), "| head -1"])
@@ -235,13 +246,11 @@ class following:  # noqa: N801 - used as a context
             self._process.communicate()
 
 
-def test_a_typo_is_told_what_was_meant(finished: Path) -> None:
+def test_a_typo_is_told_what_was_meant(finished: Path, llmtrack: Call) -> None:
     """Status 1, nothing on stdout."""
-    ran = subprocess.run(command("b", "--root", finished), check=False, capture_output=True, text=True)
-    assert (ran.returncode, ran.stdout) == (1, "")
-    assert "there is no run 'b'" in ran.stderr
-    ran = subprocess.run(
-        command("a", "--metric", "train/los", "--root", finished), check=False, capture_output=True, text=True
-    )
-    assert (ran.returncode, ran.stdout) == (1, "")
-    assert "has no metric 'train/los'\n  try: one of train/loss" in ran.stderr
+    status, out, err = llmtrack("tail", "b", "--root", finished)
+    assert (status, out) == (1, "")
+    assert "there is no run 'b'" in err
+    status, out, err = llmtrack("tail", "a", "--metric", "train/los", "--root", finished)
+    assert (status, out) == (1, "")
+    assert "has no metric 'train/los'\n  try: one of train/loss" in err
