@@ -215,6 +215,21 @@ def test_a_detector_that_raises_is_left_out_and_the_others_go_on(caplog: pytest.
     assert caplog.text.count("the detector custom:a failed") == 1
 
 
+@pytest.mark.parametrize("value", [None, "x", object()])
+def test_a_detector_that_finds_no_number_is_left_out(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """And one that finds an integer is as good as any."""
+
+    class Odd(Above):
+        def update(self, values: Mapping[str, float]) -> Finding | None:
+            found = 3 if values["a"] > 1 else value
+            return Finding("a", found, None, found, "odd") if values["a"] else None
+
+    watch, told = watch_of(Odd(), Above("b"))
+    watch.look(rows_of([{"a": 2.0}, {"a": 0.5}, {"a": 2.0, "b": 2.0}]))
+    assert [(alert["metric"], alert["value"]) for alert in told] == [("a", 3.0), ("b", 2.0)]
+    assert caplog.text.count("failed") == 1
+
+
 def test_what_is_no_number_is_not_looked_at() -> None:
     """It is the encoder's to refuse it."""
     detector = Above()
@@ -355,7 +370,9 @@ def test_detectors_are_a_flag_or_a_list() -> None:
     assert check_detectors(False, 8) == check_detectors([], 8) == []
     mine = Above()
     assert check_detectors((mine,), 8) == [mine]
-    for strange in ("all", 7, [LossSpike], [Detector()], {"a": mine}):
+    text = Above()
+    text.metrics = "train/loss"  # type: ignore[assignment]
+    for strange in ("all", 7, [LossSpike], [Detector()], {"a": mine}, [text]):
         with pytest.raises(UsageError, match="alerts="):
             check_detectors(strange, 8)
 

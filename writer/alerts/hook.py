@@ -12,9 +12,8 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from queue import Empty, Full, Queue
+from queue import SimpleQueue
 from threading import Thread
-from time import monotonic
 from typing import Any, Final
 
 from llmtrack.writer.errors import UsageError
@@ -50,7 +49,7 @@ class Hook:
         self._call = target if callable(target) else None
         self._command = [] if callable(target) else _words(target)
         self._command_s = command_s
-        self._alerts: Queue[Alert | None] = Queue(_WAITING)
+        self._alerts: SimpleQueue[Alert | None] = SimpleQueue()  # its put is safe in a signal handler
         self._thread: Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._has_warned = False
@@ -63,9 +62,9 @@ class Hook:
         if self._thread is None:
             self._thread = Thread(target=self._main, name="llmtrack-on-alert", daemon=True)
             self._thread.start()
-        try:
-            self._alerts.put_nowait(dict(alert))
-        except Full:
+        if self._alerts.qsize() < _WAITING:
+            self._alerts.put(dict(alert))
+        else:
             self._warn("it has not come back from earlier alerts; this one and more are only in the log")
 
     def stop(self, timeout: float) -> bool:
@@ -73,10 +72,8 @@ class Hook:
         self._is_over = True
         if self._thread is None:
             return True
-        deadline_s = monotonic() + timeout
-        with suppress(Full):
-            self._alerts.put(None, timeout=max(timeout, 0.0))
-        self._thread.join(max(deadline_s - monotonic(), 0.0))
+        self._alerts.put(None)
+        self._thread.join(max(timeout, 0.0))
         process = self._process
         if process is not None:
             _kill(process)
@@ -91,9 +88,6 @@ class Hook:
                     self._run(alert)
             except Exception:  # noqa: BLE001  # whatever a caller's function raises: the next alert is to be told
                 _log.exception("llmtrack: on_alert failed")
-        with suppress(Empty):
-            while True:
-                self._alerts.get_nowait()
 
     def _run(self, alert: Alert) -> None:
         plain = {name: _plain(value) for name, value in alert.items()}

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic, time_ns
 from typing import Any, Final
 
@@ -38,7 +38,7 @@ _WAITING_ROWS: Final = 50_000  # while the history is read; beyond that nobody w
 _PATIENCE_S: Final = 60.0  # with reading the history
 _LAST_PATIENCE_S: Final = 5.0  # when the run has ended
 _STATE_VERSION: Final = 1
-_TRIES: Final = 100  # to read the state between two turns of the thread that changes it
+_TRIES: Final = 20  # to read the state between two turns of the thread that changes it
 
 
 def default(ranks: int = 0) -> list[Detector]:
@@ -244,7 +244,8 @@ class Watch:
 
     def _update(self, watched: _Watched, values: Mapping[str, float]) -> Finding | None:
         try:
-            return watched.detector.update(values)
+            finding = watched.detector.update(values)
+            return None if finding is None else _checked(finding)
         except Exception:  # noqa: BLE001  # it may be the caller's own: the others, and the log, go on
             watched.is_broken = True
             _log.exception("llmtrack: the detector %s failed, and looks at nothing from now on", watched.key)
@@ -444,7 +445,8 @@ class Watch:
                     "cooldown": one.detector.cooldown,
                 }
                 for one in self._watched
-            ]
+            ],
+            default=str,
         )
 
 
@@ -458,12 +460,35 @@ def check_detectors(given: object, ranks: int) -> list[Detector]:
         return default(ranks)
     if given is False:
         return []
-    if isinstance(given, list | tuple) and all(isinstance(one, Detector) and one.metrics for one in given):
+    if isinstance(given, list | tuple) and all(map(_is_detector, given)):
         return list(given)
     raise UsageError(
         f"alerts={given!r}",
         hint="give True, False, or a list of detectors such as llmtrack.alerts.default()",
     )
+
+
+def _is_detector(one: object) -> bool:
+    """Return whether it is one, and looks at metrics by their names."""
+    return (
+        isinstance(one, Detector)
+        and bool(one.metrics)
+        and all(isinstance(names, tuple | list) for names in (one.metrics, one.beside))
+        and all(isinstance(name, str) for name in (*one.metrics, *one.beside))
+    )
+
+
+def _checked(finding: Finding) -> Finding:
+    """Return a finding whose numbers are floats, whatever a detector of the caller's own gave.
+
+    Raises:
+        TypeError, ValueError: It is no finding, or they are no numbers.
+    """
+    numbers = (finding.value, finding.baseline, finding.score)
+    if all(number is None or type(number) is float for number in numbers[1:]) and type(finding.value) is float:
+        return finding
+    baseline, score = (None if number is None else float(number) for number in numbers[1:])
+    return replace(finding, value=float(finding.value), baseline=baseline, score=score)
 
 
 def _at_worst(event: _Event) -> str:
