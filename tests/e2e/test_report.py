@@ -355,4 +355,12 @@ def test_a_million_points_make_a_small_file(browser: Browser, tmp_path: Path) ->
     browser.open(tmp_path / "large.html", ready=_DRAWN)
     highest = "Math.max(...report.panels[0].entries.flatMap(entry => entry.ys.filter(y => y !== null)))"
     assert browser.run(highest) == SPIKE
+    # What is smoothed are all points, and not the extremes that are kept.
+    browser.run("report.state.smoothing = 0.05; report.rebuild()")
+    half_life = browser.run("report.state.smoothing * report.tokensSpan()")
+    smoothed = browser.run("report.panels[0].entries.find(entry => !entry.isRaw && entry.line.by === null).ys.at(-1)")
+    points = ask(root, "SELECT tokens, value FROM series('large', 'train/loss')")
+    weights = [2 ** ((tokens - points[-1][0]) / half_life) for tokens, _ in points]
+    mean = sum(weight * value for weight, (_, value) in zip(weights, points, strict=True)) / sum(weights)
+    assert smoothed == pytest.approx(mean, rel=1e-3)
     assert browser.errors == []
