@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import llmtrack
+from llmtrack.writer.capture.cadence import Group
 from llmtrack.writer.run import RecordingRun
 from tests.reading import Segment, read_segment
 
@@ -215,3 +216,32 @@ def test_a_slow_gpu_is_found_in_what_a_run_logs(tmp_path: Path) -> None:
     ((rule, step),) = raised(read_segment(run.folder))
     assert rule == "throughput_drop"
     assert 4000 < step <= 4200
+
+
+def test_the_reducer_gives_the_batches_of_the_whole_window_and_logs_denser(tmp_path: Path) -> None:
+    """A loss over ten steps is of ten batches; the burst that follows is recorded with the alert."""
+    groups = (
+        Group("optimisation", 10, metrics=("train/*",)),
+        Group("per_layer", 100, metrics=("layers/*",), burst=True),
+    )
+    cadence = llmtrack.Cadence(groups, burst_steps=5)
+    with open_run(tmp_path) as run:
+        reducer = llmtrack.Reducer(run, cadence=cadence)
+        for step in range(1, 601):
+            loss = 9.0 if step == 495 else 2.0 + 0.01 * random.Random(step).gauss(0, 1)
+            reducer.mean("train/loss", loss)
+            if cadence.due("per_layer", step):
+                reducer.last("layers/0/norm", 1.0)
+            reducer.step(step, step * TOKENS, batch_ids=ids_of(step), position=step)
+            if step == 500:
+                run.flush()  # until the detectors have seen it
+    segment = read_segment(run.folder)
+    assert raised(segment) == [("loss_spike", 500)]
+    alert, *more = segment["alerts"]
+    assert alert["batch_ids"] == ids_of(500) + ids_of(499)
+    assert [row["step"] for row in segment["batches"]] == list(range(484, 509))
+    assert all(row["tokens"] == row["step"] * TOKENS for row in segment["batches"])
+    assert "per_layer at every step from 511 to 515" in [row["message"] for row in more]
+    assert {row["alert_id"] for row in more} == {alert["alert_id"]}
+    points = [point["step"] for point in segment["metrics"] if point["name"] == "layers/0/norm"]
+    assert points == [100, 200, 300, 400, 500, *range(511, 516), 600]
