@@ -11,7 +11,7 @@ WHEEL_PIP := build/venv/bin/python -m pip --disable-pip-version-check --quiet
 SOURCES := llmtrack/*.py llmtrack/writer llmtrack/query llmtrack/sync llmtrack/examples \
 	tests benchmarks hatch_build.py
 
-.PHONY: help demo test check lint types imports pytest soak bench format build clean
+.PHONY: help demo test check lint types imports pytest soak bench docs format build clean
 
 help: ## say what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -44,6 +44,10 @@ soak: .venv/.dev ## the tests that take minutes
 bench: .venv-bench/.made ## the log beside today's trackers, measured on this machine: about an hour
 	.venv-bench/bin/python benchmarks/bench_log.py
 	.venv-bench/bin/python benchmarks/bench_append.py
+	.venv-bench/bin/python benchmarks/bench_query.py
+
+docs: .venv/.dev ## write docs/CLI.md: what the commands say of themselves
+	$(BIN)/python -m tests.cli_page
 
 format: .venv/.dev ## lay out the code, and mend what ruff can
 	$(BIN)/ruff check --fix
@@ -81,5 +85,5 @@ clean: ## remove what was built and installed here
 .venv-bench/.made: .venv/.made benchmarks/requirements.txt pyproject.toml # apart from .venv: trackers pin what others want newer
 	@echo "Installing the trackers that the log is compared with into .venv-bench: minutes, once."
 	$(BIN)/python -m venv .venv-bench
-	.venv-bench/bin/python -m pip --disable-pip-version-check --quiet install --editable . --requirement benchmarks/requirements.txt
+	.venv-bench/bin/python -m pip --disable-pip-version-check --quiet install --editable '.[query]' --requirement benchmarks/requirements.txt
 	@touch $@

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .views import connect, refresh
+    from .views import connect, refresh, save_catalog
 
-__all__ = ["connect", "refresh"]
+__all__ = ["connect", "refresh", "save_catalog"]
 
 
 def __getattr__(name: str) -> object:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from llmtrack.writer.errors import UsageError
+
 from . import layout
 from .console import EXIT_DAMAGED, EXIT_OK, say, to_json
 from .select import select_run, select_runs
@@ -50,16 +52,18 @@ def example(*lines: str) -> str:
 def ls(*, names: Sequence[str], root: Path, as_json: bool) -> int:
     """List the runs of a root, the latest first.
 
-    RUN is an id, the beginning of one, or a glob. Looks at records, not at points: `llmtrack verify` checks every byte.
-    Exit status 4 when a record, or the end of a sealed part, cannot be read.
+    RUN is an id, the beginning of one, or a glob. LOSS is the last train/loss of the run's curve, TOKENS/S the mean of
+    the newest segment, SIZE that of all its files; alerts, points lost and damage have a column when there are any. Of
+    points it reads only the newest parts of each run: `llmtrack verify` checks every byte.
+
+    Exit status: 0 done; 1 wrong usage; 4 a record, or the end of a sealed part, cannot be read.
     """
     from .runs import list_runs
     from .views import connect
 
     with connect(root, points=False) as con:
-        rows = list_runs(con)
-        wanted = select_runs([row["run_id"] for row in rows], names) if names else None
-        rows = [row for row in rows if wanted is None or row["run_id"] in wanted]
+        rows = list_runs(con, root, names)
+        wanted = [row["run_id"] for row in rows] if names else None
         if as_json:
             click.echo(to_json(rows))
         elif not rows:
@@ -76,7 +80,9 @@ def ls(*, names: Sequence[str], root: Path, as_json: bool) -> int:
 def show(*, name: str, root: Path, as_json: bool) -> int:
     """Show one run as a tree: its segments, what they left behind, forks, gaps and damage.
 
-    RUN is an id or the beginning of one. Exit status 4 when something of the run cannot be read.
+    RUN is an id or the beginning of one. --json prints its segments.
+
+    Exit status: 0 done; 1 wrong usage; 4 something of the run cannot be read.
     """
     from .log import Log
     from .runs import describe_run
@@ -99,27 +105,53 @@ def show(*, name: str, root: Path, as_json: bool) -> int:
         "llmtrack sql \"FROM live WHERE name = 'train/loss' ORDER BY tokens DESC LIMIT 1\"",
         "llmtrack sql \"FROM series('pretrain-7b', 'train/loss')\" -o loss.parquet",
         "llmtrack sql - --format csv < query.sql",
+        "llmtrack sql --save catalog.duckdb --root /shared/runs    # then: duckdb catalog.duckdb",
     ),
 )
-@click.argument("query")
+@click.argument("query", required=False)
 @root_option
 @click.option("--run", "names", multiple=True, metavar="RUN", help="Read only these runs, and those they came from.")
-@click.option("--format", "kind", type=click.Choice(layout.FORMATS), default="table", show_default=True)
+@click.option(
+    "--format", "kind", type=click.Choice(layout.FORMATS), default="table", show_default=True, help="To print."
+)
 @click.option("--json", "as_json", is_flag=True, help="As --format json.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="x.parquet, x.csv or x.json.")
-def sql(*, query: str, root: Path, names: Sequence[str], kind: str, as_json: bool, output: Path | None) -> int:
+@click.option(
+    "--save", type=click.Path(path_type=Path), metavar="FILE", help="Write the views as a database for DuckDB alone."
+)
+def sql(
+    *,
+    query: str | None,
+    root: Path,
+    names: Sequence[str],
+    kind: str,
+    as_json: bool,
+    output: Path | None,
+    save: Path | None,
+) -> int:
     """Run one SQL statement over the views of a root, and print its rows.
 
     The views: runs, segments, metrics, live, history, checkpoints, alerts, batches, evals, gaps, goodput, damages; and
-    the macro series(run, metric). QUERY may be `-`, for the standard input. Exit status 4 when something in the root
+    the macros series(run, metric), smooth(run, metric, half_life_tokens), bucket(run, metric, n),
+    at_tokens(metric, tokens), wide(run). QUERY may be `-`, for the standard input. It only reads: -o writes its rows to
+    a file.
+
+    --save writes a database that DuckDB opens without llmtrack: what is in open parts now, and where the sealed parts
+    are. What is written later it does not see; save it again.
+
+    Exit status: 0 done; 1 wrong usage, or SQL that DuckDB refuses; 4 something in the root
     cannot be read: the answer is then without it.
     """
     from .ask import Answer, write_answer
     from .log import Log
-    from .views import connect
+    from .views import connect, save_catalog
 
-    text = sys.stdin.read() if query == "-" else query
+    if (query is None) is (save is None):
+        raise UsageError("give a query, or --save FILE", hint="llmtrack sql 'SHOW TABLES', or llmtrack sql --help")
+    text = sys.stdin.read() if query == "-" else query or ""
     runs = select_runs(Log(root).run_ids(), names) if names else None
+    if save is not None:
+        return _report(save_catalog(root, save, runs=runs))
     with connect(root, runs=runs) as con:
         if output is not None:
             write_answer(con, text, output)
@@ -148,8 +180,9 @@ def best(
     """Rank checkpoints by one evaluated metric, the best first.
 
     RUN is an id, the beginning of one, or a glob; without any, all runs are ranked, and checkpoints that no run has
-    recorded. Warns when the values were measured by different harnesses or with different prompts. Exit status 4 when
-    something of these runs cannot be read.
+    recorded. Warns when the values were measured by different harnesses or with different prompts.
+
+    Exit status: 0 done; 1 wrong usage; 4 something of these runs cannot be read.
     """
     from .best import best as rank
     from .log import Log
@@ -174,10 +207,13 @@ COMMANDS: Final[tuple[click.Command, ...]] = (ls, show, sql, best)
 
 def report_damages(con: duckdb.DuckDBPyConnection, runs: Sequence[str] | None = None) -> int:
     """Say on stderr what could not be read, of some runs or of all, and return the exit status."""
-    found = con.execute(
-        "SELECT run_id, path, first_byte, end_byte, reason FROM damages ORDER BY path, first_byte"
-    ).fetchall()
-    found = [row for row in found if runs is None or row[0] in runs]
+    from .views import DAMAGES
+
+    found = con.execute(DAMAGES).fetchall()
+    return _report([row for row in found if runs is None or row[0] in runs])
+
+
+def _report(found: Sequence[tuple[Any, ...]]) -> int:
     for _, path, first_byte, end_byte, reason in found[:_SHOWN_DAMAGES]:
         say(f"damaged: {path}: bytes {first_byte} to {end_byte}: {reason}")
     if len(found) > _SHOWN_DAMAGES:
@@ -201,14 +237,17 @@ def _print_runs(rows: Sequence[dict[str, Any]]) -> None:
     }
     extra = {name: text for name, text in optional.items() if any(text(row) for row in rows)}
     layout.print_table(
-        ["RUN", "STATUS", "TOKENS", "STEP", "SEGMENTS", "LAST (UTC)", *extra],
+        ["RUN", "STATUS", "TOKENS", "STEP", "LOSS", "TOKENS/S", "RESTARTS", "SIZE", "LAST (UTC)", *extra],
         [
             [
                 row["run_id"],
                 row["status"],
                 layout.tokens(row["tokens"]),
                 layout.cell(row["step"]),
-                str(row["segments"]),
+                "" if row["loss"] is None else f"{row['loss']:.4g}",
+                layout.tokens(None if row["tokens_per_s"] is None else round(row["tokens_per_s"])),
+                str(row["restarts"]),
+                layout.size(row["size_bytes"]),
                 layout.moment(row["last_time"]),
                 *(text(row) for text in extra.values()),
             ]

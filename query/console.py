@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from llmtrack.writer.errors import CorruptSegmentError, LlmtrackError
+from llmtrack.writer.errors import CorruptSegmentError, LlmtrackError, shortened
 
 EXIT_OK: Final = 0
 EXIT_USAGE: Final = 1
@@ -47,14 +47,14 @@ def run(command: click.Command, args: Sequence[str] | None = None, *, prog_name:
         status = EXIT_DAMAGED if isinstance(error, CorruptSegmentError) else EXIT_USAGE
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else prog_name
-        _say_error(f"{error.format_message().rstrip('.')}\n  try: {path} --help")
+        _say_error(f"{shortened(error.format_message()).rstrip('.')}\n  try: {path} --help")
         status = EXIT_USAGE
     except click.ClickException as error:
         _say_error(error.format_message())
         status = EXIT_USAGE
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
-        _say_error(f"{name} is not installed\n  try: pip install 'llmtrack-log[{_EXTRAS.get(name, 'query')}]'")
+        _say_error(f"{name} is not installed\n  try: {install_hint(_EXTRAS.get(name, 'query'))}")
         status = EXIT_USAGE
     except (click.Abort, EOFError, KeyboardInterrupt):
         _say_error("interrupted")
@@ -63,6 +63,11 @@ def run(command: click.Command, args: Sequence[str] | None = None, *, prog_name:
         _drop_output()
         status = EXIT_OK
     sys.exit(status if isinstance(status, int) else EXIT_OK)
+
+
+def install_hint(extra: str) -> str:
+    """Return how to install what an extra brings, from the package index or from a checkout."""
+    return f"pip install 'llmtrack-log[{extra}]', or in a checkout: pip install -e '.[{extra}]'"
 
 
 def to_json(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -10,13 +10,13 @@ import re
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmtrack.writer.format import HEARTBEAT, PART_FILE, RUN_FOLDER, SCHEMAS, SEGMENT_FOLDER
-from llmtrack.writer.log.seal import CHECK_KEY, OURS
+from llmtrack.writer.log.seal import CHECK_KEY, DIGEST_KEY, OURS, digest_of
 
 # What a file system says of a path that was there a moment ago; ESTALE is NFS.
 VANISHED: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
@@ -27,6 +27,23 @@ _PARQUET_LEAST_BYTES: Final = 12
 # How Thrift writes the key in the footer and, behind it, the eight characters of the value.
 _CHECK: Final = CHECK_KEY.encode() + b"\x18\x08"
 _TOKENS_MIN: Final = re.compile(rb"llmtrack\.tokens_min\x18[\x01-\x13](\d{1,19})")
+_DIGEST: Final = re.compile(DIGEST_KEY.encode().replace(b".", rb"\.") + rb"\x18\x20([0-9a-f]{32})")
+_NO_ROWS: Final = b"llmtrack.rows\x18\x010"
+_FOOTER_BYTES: Final = 64 << 10  # of most sealed parts; a larger footer is read by itself
+
+
+class Sealed(NamedTuple):
+    """What a look at a Parquet file says.
+
+    Attributes:
+        fault: Why it cannot be read, or must not be; nothing when it can.
+        first_tokens: The lowest tokens in it; None when it does not say.
+        digest: Of its rows; None when it does not say, or has none.
+    """
+
+    fault: str
+    first_tokens: int | None = None
+    digest: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,18 @@ def size_of(path: str) -> int:
         return 0
 
 
+def folder_bytes(folder: str) -> int:
+    """Return the bytes of all files in a folder and below; what is gone by then counts nothing."""
+    total = 0
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                total += folder_bytes(entry.path) if entry.is_dir(follow_symlinks=False) else size_of(entry.path)
+    except OSError:
+        return total
+    return total
+
+
 def modified_s(path: str) -> float:
     """Return when a file was last written, in seconds since 1970; infinity when there is no telling."""
     try:
@@ -113,43 +142,80 @@ def read_heartbeat(path: str) -> Reached | None:
         return None
 
 
-def parquet_fault(path: str) -> str:
-    """Return why a Parquet file cannot be opened, from its last bytes; nothing when it can."""
+def look_at_sealed(path: str) -> Sealed:
+    """Look at the end of a Parquet file: its footer is believed."""
+    return _look_at_end(path, parse=False)
+
+
+def parse_sealed(path: str) -> Sealed:
+    """Look at the end of a Parquet file, and parse its footer: what passes, DuckDB can open."""
+    return _look_at_end(path, parse=True)
+
+
+def _look_at_end(path: str, *, parse: bool) -> Sealed:
     try:
-        with Path(path).open("rb", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _PARQUET_TAIL_BYTES))
-            return _tail_fault(file.read(_PARQUET_TAIL_BYTES), size)
+        data, size = _read_end(path, _FOOTER_BYTES)
     except OSError as error:
-        return os.strerror(error.errno or 0)
+        return Sealed(os.strerror(error.errno or 0))
+    if fault := _tail_fault(data[-_PARQUET_TAIL_BYTES:], size):
+        return Sealed(fault)
+    footer_bytes = int.from_bytes(data[-8:-4], "little")
+    if footer_bytes + _PARQUET_TAIL_BYTES > len(data):
+        data, _ = _read_end(path, footer_bytes + _PARQUET_TAIL_BYTES)
+    if parse:
+        try:
+            pq.ParquetFile(pa.BufferReader(_PARQUET_MAGIC + data)).close()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            return Sealed(str(error).partition("\n")[0])
+    return Sealed("", *_promises(data[-_PARQUET_TAIL_BYTES - footer_bytes :]))
 
 
-def check_sealed(path: str) -> tuple[str, int | None]:
+def check_sealed(path: str) -> Sealed:
     """Compare the checksum over all bytes of a sealed part, or of a file of evals.
 
     DuckDB does not look at the checksums of pages: it takes a changed byte for a value.
-
-    Returns:
-        What is wrong with it, nothing when it is intact; and the lowest tokens in it, None when it does not say.
     """
     try:
-        data = memoryview(Path(path).read_bytes())
+        data, _ = _read_end(path)
     except OSError as error:
-        return os.strerror(error.errno or 0), None
-    if fault := _tail_fault(bytes(data[-_PARQUET_TAIL_BYTES:]), len(data)):
-        return fault, None
+        return Sealed(os.strerror(error.errno or 0))
+    if fault := _tail_fault(data[-_PARQUET_TAIL_BYTES:], len(data)):
+        return Sealed(fault)
     footer_begin = len(data) - _PARQUET_TAIL_BYTES - int.from_bytes(data[-8:-4], "little")
-    footer = bytes(data[footer_begin:])
-    first = _TOKENS_MIN.search(footer)
-    first_tokens = int(first[1]) if first else None
+    footer = data[footer_begin:]
     at = footer.rfind(_CHECK)
-    if at < 0:
-        return ("fails its checksum" if OURS in footer else pages_fault(path)), None  # pages: another program's
+    if at < 0:  # another program's, whose pages may have checksums
+        fault = "fails its checksum" if OURS in footer else pages_fault(path)
+        return Sealed(fault, None, None if fault else digest_of(Path(path)))
     digits = footer_begin + at + len(_CHECK)
-    crc = zlib.crc32(b"00000000", zlib.crc32(data[:digits]))
-    crc = zlib.crc32(data[digits + 8 :], crc)
-    is_intact = f"{crc:08x}".encode() == bytes(data[digits : digits + 8])
-    return ("" if is_intact else "fails its checksum"), first_tokens
+    whole = memoryview(data)
+    crc = zlib.crc32(whole[digits + 8 :], zlib.crc32(b"00000000", zlib.crc32(whole[:digits])))
+    is_intact = f"{crc:08x}".encode() == data[digits : digits + 8]
+    return Sealed("" if is_intact else "fails its checksum", *_promises(footer))
+
+
+def _promises(footer: bytes) -> tuple[int | None, bytes | None]:
+    """Return the lowest tokens and the digest that a footer has, without parsing it: a tenth of a millisecond."""
+    first, digest = _TOKENS_MIN.search(footer), _DIGEST.search(footer)
+    has_rows = digest is not None and _NO_ROWS not in footer
+    return int(first[1]) if first else None, digest[1] if digest is not None and has_rows else None
+
+
+def _read_end(path: str, most_bytes: int | None = None) -> tuple[bytes, int]:
+    """Return the last bytes of a file, or all, and its size.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - pathlib makes an object of each of 10,000 names
+        size = os.fstat(file.fileno()).st_size
+        wanted = size if most_bytes is None else min(most_bytes, size)
+        pieces: list[bytes] = []
+        file.seek(size - wanted)
+        while wanted and (piece := file.read(wanted)):
+            pieces.append(piece)
+            wanted -= len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces), size
 
 
 def pages_fault(path: str) -> str:

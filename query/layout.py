@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FORMATS: Final = ("table", "csv", "json", "markdown")
 
 _UNITS: Final = ((10**15, "P"), (10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k"))
+_BYTE_UNITS: Final = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _UNBOUNDED: Final = 10_000  # columns: what goes into a file or a pipe is not cut to the width of a screen
 _MINUTE_S: Final = 60
 _HOUR_S: Final = 3600
@@ -34,6 +35,12 @@ def tokens(count: int | None) -> str:
         if abs(count) >= size:
             return f"{count / size:.4g}{unit}"
     return str(count)
+
+
+def size(count_bytes: int) -> str:
+    """Return a number of bytes in three or four digits and a unit."""
+    unit = next((unit for unit in _BYTE_UNITS if count_bytes >= unit[0]), (1, "B"))
+    return f"{count_bytes / unit[0]:.3g} {unit[1]}" if unit[0] > 1 else f"{count_bytes} B"
 
 
 def moment(time: dt.datetime | None) -> str:

@@ -26,7 +26,6 @@ from llmtrack.writer.format import (
     SEGMENT_FOLDER,
     part_name,
 )
-from llmtrack.writer.log.seal import digest_of
 from llmtrack.writer.log.stream import Damage, RawPart, read_raw_part
 
 from .columns import EPOCH, to_column
@@ -38,9 +37,10 @@ from .files import (
     check_sealed,
     list_names,
     list_segment,
+    look_at_sealed,
     modified_s,
     owner_of,
-    parquet_fault,
+    parse_sealed,
     read_heartbeat,
     sealed_first_seq,
     sealed_reached,
@@ -114,13 +114,11 @@ class _Segment:
 
     def copied_from(self, part: int) -> int | None:
         """Return another sealed part that has the same rows: somebody copied the file, and they count once."""
-        others = [other for other, is_sound in self.sealed.items() if is_sound and other != part]
-        if others:
-            for number in (part, *others):
-                if number not in self.digests:
-                    self.digests[number] = digest_of(Path(self.sealed_path(number)))
         digest = self.digests.get(part)
-        return None if digest is None else next((other for other in others if self.digests[other] == digest), None)
+        if digest is None:
+            return None
+        same = (other for other, other_digest in self.digests.items() if other_digest == digest)
+        return next((other for other in same if other != part and self.sealed.get(other)), None)
 
     def reach(self, place: Reached | None) -> None:
         if place is not None and (self.reached is None or place.tokens >= self.reached.tokens):
@@ -143,12 +141,13 @@ class Log:
     Args:
         root: The folder that holds ``run_id=…`` folders. Everything else in it is ignored.
         check: Read every sealed part once, whole, and compare its checksum; otherwise only its end is looked at.
+        footers: Where only the end is looked at, have it parsed, too: no use where nobody is going to read the part.
 
     Raises:
         UsageError: There is no such folder, or it is the folder of a run.
     """
 
-    def __init__(self, root: Path, *, check: bool = False) -> None:
+    def __init__(self, root: Path, *, check: bool = False, footers: bool = False) -> None:
         if not root.is_dir():
             raise UsageError(
                 f"there is no folder {root}",
@@ -157,7 +156,7 @@ class Log:
         if RUN_FOLDER.fullmatch(root.name) and any(SEGMENT_FOLDER.fullmatch(name) for name in list_names(str(root))):
             raise UsageError(f"{root} is the folder of a run, not a root", hint=f"give {root.parent}")
         self.root = root
-        self._check = check
+        self._look = check_sealed if check else parse_sealed if footers else look_at_sealed
         self._runs: dict[str, dict[int, _Segment]] = {}
         self._evals: dict[str, bool] = {}  # path: whether it is to be read
         self._damages: dict[str, tuple[Damage, ...]] = {}  # in what could be read
@@ -288,7 +287,7 @@ class Log:
         for name in list_names(folder):
             path = f"{folder}/{name}"
             if name.endswith(SEALED_SUFFIX) and not self._evals.get(path):
-                self._evals[path] = self._is_sound(path, check_sealed(path)[0])  # small, and all are opened at once
+                self._evals[path] = self._is_sound(path, check_sealed(path).fault)  # small, and all are opened at once
 
     def _list_run(self, run_id: str, news: News) -> Iterator[tuple[_Segment, Listing]]:
         """Yield the segments in which something may have changed, and their files."""
@@ -318,8 +317,7 @@ class Log:
         for part in sorted(listing.sealed):
             if not segment.sealed.get(part):  # a copy that is under way may be whole the next time
                 path = segment.sealed_path(part)
-                fault, segment.first_tokens[part] = check_sealed(path) if self._check else (parquet_fault(path), None)
-                segment.digests.pop(part, None)
+                fault, segment.first_tokens[part], segment.digests[part] = self._look(path)
                 original = None if fault else segment.copied_from(part)
                 if original is not None:
                     fault = f"is a copy of {part_name('metrics', original, SEALED_SUFFIX)}"

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import duckdb
+
+from llmtrack.writer.format import run_folder
+
+from .files import folder_bytes
+from .latest import last_values
+from .select import select_runs
+
+LOSS: Final = "train/loss"
 
 # Clocks of different hosts differ by less.
 _OVERLAP_S: Final = 10.0
 
 _LIST: Final = """
-    SELECT r.*, coalesce(a.alerts, 0) AS alerts, coalesce(g.points, 0) AS points_lost, coalesce(d.damages, 0) AS damages
+    SELECT r.*, coalesce(a.alerts, 0) AS alerts, coalesce(g.points, 0) AS points_lost,
+           coalesce(d.damages, 0) AS damages, r.segments - 1 AS restarts, h.tokens_per_s
     FROM runs r
+    LEFT JOIN (
+        SELECT s.run_id, (s.last_tokens - s.start_tokens) / nullif(g.running_s, 0) AS tokens_per_s
+        FROM segments s
+        JOIN log.heads h ON h.run_id = s.run_id AND h.segment = s.segment
+        JOIN goodput g ON g.run_id = s.run_id AND g.segment = s.segment
+    ) h ON h.run_id = r.run_id
     LEFT JOIN (
         SELECT run_id, CAST(count(*) AS BIGINT) AS alerts
         FROM alerts
@@ -92,9 +109,30 @@ class RunDescription:
     children: list[Row] = field(default_factory=list)
 
 
-def list_runs(con: duckdb.DuckDBPyConnection) -> list[Row]:
-    """Return the runs, the latest first, with counts of alerts, of points lost and of damage."""
-    return _fetch(con, _LIST)
+def list_runs(con: duckdb.DuckDBPyConnection, root: Path, names: Sequence[str] = ()) -> list[Row]:
+    """Return the runs, the latest first.
+
+    Their rows of the view `runs`, and `alerts` that are live, `points_lost`, `damages`, `restarts`, `tokens_per_s` (of
+    the newest segment, from its start to its last sign of life), `loss` (the last `train/loss` of the curve),
+    `loss_tokens`, and `size_bytes` (of all files).
+
+    Args:
+        con: Made by `connect`, of that root; points are not needed.
+        root: The folder that holds the runs.
+        names: Ids, beginnings of ids, or globs; none: all runs.
+
+    Raises:
+        UsageError: A name is nobody's.
+    """
+    rows = _fetch(con, _LIST)
+    if names:
+        wanted = set(select_runs([row["run_id"] for row in rows], names))
+        rows = [row for row in rows if row["run_id"] in wanted]
+    losses = last_values(con, root, LOSS, {row["run_id"] for row in rows})
+    for row in rows:
+        row["loss_tokens"], row["loss"] = losses.get(row["run_id"], (None, None))
+        row["size_bytes"] = folder_bytes(str(run_folder(root, row["run_id"])))
+    return rows
 
 
 def describe_run(con: duckdb.DuckDBPyConnection, all_runs: duckdb.DuckDBPyConnection, run_id: str) -> RunDescription:

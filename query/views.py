@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import duckdb
 import pyarrow as pa
@@ -39,6 +39,7 @@ _DAMAGES: Final = pa.schema(
 )
 _NOW: Final = pa.schema([("time", TIME), ("stalled_before", TIME), ("lost_before", TIME)])
 _HIVE: Final = "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'segment': BIGINT}"
+DAMAGES: Final = "SELECT run_id, path, first_byte, end_byte, reason FROM damages ORDER BY path, first_byte"
 _VIEWS_BEGIN: Final = "-- ==== Views"
 _CONFIG: Final[dict[str, str | bool | int | float | list[str]]] = {
     # Nodes without internet: whatever is not there must fail at once instead of being looked for.
@@ -87,7 +88,8 @@ def connect(
         runs: See only these runs and the runs they were forked from; None: all. What others have on disk is not read.
         points: False leaves out the points, and the views `metrics`, `live` and `history`: a quick look at the runs.
         check: Read each sealed part whole, the first time it is seen, and compare its checksum: DuckDB looks at none,
-            and takes a changed byte for a value. A second for each gigabyte; False leaves that to `llmtrack verify`.
+            and takes a changed byte for a value. A second for each gigabyte; False leaves that to `llmtrack verify`,
+            and has only the footer of each part read: one that DuckDB cannot open is left out all the same.
         stalled_after_s: Silence after which a running run counts as stalled; None: `LLMTRACK_STALLED_AFTER`, or 900.
         lost_after_s: Silence after which it counts as lost; None: `LLMTRACK_LOST_AFTER`, or 86,400.
 
@@ -96,8 +98,65 @@ def connect(
     """
     stalled_s = _seconds("LLMTRACK_STALLED_AFTER", STALLED_AFTER_S) if stalled_after_s is None else stalled_after_s
     lost_s = _seconds("LLMTRACK_LOST_AFTER", LOST_AFTER_S) if lost_after_s is None else lost_after_s
-    log = Log(Path(os.path.abspath(root)), check=check and points)
+    log = Log(Path(os.path.abspath(root)), check=check and points, footers=points)
+    state = _State(log, None if runs is None else frozenset(runs), points=points, stalled_s=stalled_s, lost_s=lost_s)
     con = duckdb.connect(config=_CONFIG)
+    _fill(con, state)
+    return con
+
+
+def save_catalog(
+    root: str | os.PathLike[str], path: str | os.PathLike[str], *, runs: Collection[str] | None = None
+) -> list[tuple[Any, ...]]:
+    """Write a DuckDB database with the views and macros of a root, which DuckDB opens without llmtrack.
+
+    It holds the records, and the points that no sealed part has yet, as they are at this moment; of sealed parts it
+    holds the absolute paths. What is written later it does not see: save it again. It appears whole, in the place of an
+    older one.
+
+    Args:
+        root: The folder that holds the runs.
+        path: Is replaced when it is a DuckDB database.
+        runs: Only these runs and the runs they were forked from; None: all.
+
+    Returns:
+        What could not be read, and the catalog is without: run_id, path, first_byte, end_byte, reason.
+
+    Raises:
+        UsageError: There is no such folder or run, the file is something else, or cannot be written.
+    """
+    target = Path(os.path.abspath(path))
+    log = Log(Path(os.path.abspath(root)), check=True)
+    state = _State(
+        log,
+        None if runs is None else frozenset(runs),
+        points=True,
+        stalled_s=_seconds("LLMTRACK_STALLED_AFTER", STALLED_AFTER_S),
+        lost_s=_seconds("LLMTRACK_LOST_AFTER", LOST_AFTER_S),
+    )
+    try:
+        if target.exists() and not _is_database(target):
+            raise UsageError(f"{target} is there, and is no DuckDB database", hint="name another file")
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
+            new = Path(folder) / target.name
+            # The oldest layout, so that an older DuckDB opens it too; one that has no other does not know the setting.
+            layout = {} if duckdb.__version__.startswith("1.1") else {"storage_compatibility_version": "v1.0.0"}
+            with duckdb.connect(str(new), config={**_CONFIG, **layout}) as con:
+                _fill(con, state)
+                damages = con.execute(DAMAGES).fetchall()
+            new.replace(target)
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}", hint="name another file") from error
+    return damages
+
+
+def _is_database(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(12)[8:] == b"DUCK"
+
+
+def _fill(con: duckdb.DuckDBPyConnection, state: _State) -> None:
+    """Make the tables, views and macros of a root in an empty database."""
     # Not in the current folder, which may be the root: made only when memory runs out.
     spill = Path(tempfile.gettempdir()) / f"llmtrack-{os.getpid()}"
     con.execute(f"SET temp_directory = {_literal(str(spill))}")
@@ -109,11 +168,8 @@ def connect(
         ("no_evals", _EVALS),
     ):
         _replace(con, table, pa.Table.from_batches([], schema))
-    _states[con] = _State(
-        log, None if runs is None else frozenset(runs), points=points, stalled_s=stalled_s, lost_s=lost_s
-    )
+    _states[con] = state
     refresh(con)
-    return con
 
 
 def refresh(con: duckdb.DuckDBPyConnection, runs: Collection[str] | None = None) -> None:
@@ -202,20 +258,21 @@ def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
     )
     now = dt.datetime.now(dt.UTC)
     _replace(con, "now", to_table(_NOW, [(now, now - state.stalled, now - state.lost)]))
-    tables, views = (
-        resources.files("llmtrack.query").joinpath("views.sql").read_text(encoding="utf-8").split(_VIEWS_BEGIN)
-    )
+    tables, views = _sql("views.sql").split(_VIEWS_BEGIN)
     con.execute(tables)
     places = con.execute("SELECT DISTINCT before_run, before_segment FROM log.befores").fetchall()
     before = log.sealed_parts(set(places)) if places else None
     parts = (log.sealed_parts(), before) if state.points else ([], None)  # DuckDB opens what it is told of
     files = _Files(*parts, log.eval_files())
+    if state.files is None:
+        _name_files(con, _Files([], None, []))  # each view would look at the 10,000 files once more
+        con.execute(_VIEWS_BEGIN + views)
+        if state.points:
+            con.execute(_sql("macros.sql"))
+        else:  # an empty view would look like an answer
+            con.execute("DROP VIEW history; DROP VIEW live; DROP VIEW metrics")
     if files != state.files:
         _name_files(con, files)
-    if state.files is None:
-        con.execute(_VIEWS_BEGIN + views)
-        if not state.points:  # an empty view would look like an answer
-            con.execute("DROP MACRO TABLE series; DROP VIEW history; DROP VIEW live; DROP VIEW metrics")
     state.files = files
 
 
@@ -238,6 +295,10 @@ def _name_files(con: duckdb.DuckDBPyConnection, files: _Files) -> None:
     else:
         source = "SELECT * FROM log.no_evals"
     con.execute(f"CREATE OR REPLACE VIEW log.eval_rows AS {source}")
+
+
+def _sql(name: str) -> str:
+    return resources.files("llmtrack.query").joinpath(name).read_text(encoding="utf-8")
 
 
 def _table_name(table: str) -> str:

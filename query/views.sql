@@ -1,6 +1,6 @@
 -- The one definition of path, live, superseded, settled and history. sync and every command read these views.
 --
--- Standard SQL as far as it goes. Not standard: CREATE OR REPLACE, MACRO, date_diff, and the types' names. What another
+-- Standard SQL as far as it goes. Not standard: CREATE OR REPLACE, date_diff, and the types' names. What another
 -- engine has to bring along are the tables of the schema `log`, filled from the files: folders, records, reached,
 -- checkpoints, alerts, batches, gaps, damages, firsts, now, and the views log.points (every point, sealed or open),
 -- log.points_before (at least those of the segments that others start from) and log.eval_rows.
@@ -257,13 +257,6 @@ FROM log.points p
 JOIN log.spans h ON h.source_run = p.run_id AND h.segment = p.segment AND p.tokens > h.lo AND p.tokens <= h.hi
 LEFT JOIN log.taken t ON t.run_id = p.run_id AND t.segment = p.segment AND t.name = p.name AND h.yields
 WHERE t.name IS NULL;
-
--- One metric of one run as a curve, parents included.
-CREATE OR REPLACE MACRO series(run, metric) AS TABLE
-SELECT tokens, step, time, value, source_run, segment, settled
-FROM history
-WHERE run_id = run AND name = metric
-ORDER BY tokens, seq;
 
 -- ==== Rare records ==================================================================================================
 

@@ -63,7 +63,10 @@ def _place_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.command("id", epilog=_example("export LLMTRACK_RUN_ID=$(llmtrack id)", "sbatch --requeue train.sbatch"))
 @_json_option
 def new_id(*, as_json: bool) -> None:
-    """Print a new run id, to choose it before the job starts."""
+    """Print a new run id, to choose it before the job starts.
+
+    Exit status: 0 done; 1 wrong usage.
+    """
     _print([{"run_id": new_run_id()}], "run_id", as_json=as_json)
 
 
@@ -77,6 +80,8 @@ def ckpt_id(path: Path, tokens: int, *, quick: bool, as_json: bool) -> None:
 
     The id is the same wherever the file or folder lies and whatever it is called. A quick id and a full one of the
     same checkpoint differ: use the form that the run recorded, which is the quick one unless it was told otherwise.
+
+    Exit status: 0 done; 1 wrong usage.
     """
     identity = identify(path, tokens, full=not quick)
     row = {"ckpt_id": identity.ckpt_id, "tokens": tokens, "path": str(path), "bytes": identity.bytes}
@@ -85,7 +90,10 @@ def ckpt_id(path: Path, tokens: int, *, quick: bool, as_json: bool) -> None:
 
 @click.group("eval", epilog=_example('llmtrack eval import results_2025-01-02.json --ckpt "$CKPT"'))
 def evaluation() -> None:
-    """Keep evaluations of checkpoints, from any host, at any time."""
+    """Keep evaluations of checkpoints, from any host, at any time.
+
+    Exit status: 0 done; 1 wrong usage.
+    """
 
 
 @evaluation.command(
@@ -116,6 +124,8 @@ def eval_add(
     """Keep one value that was measured on a checkpoint, and print its file.
 
     Adding is never replacing: a second value of the same task and metric stands beside the first.
+
+    Exit status: 0 done; 1 wrong usage.
     """
     text = None if details is None else _compact(details)
     measured = EvalValue(task, metric, value, stderr, prompt_hash, text)
@@ -132,6 +142,8 @@ def eval_import(file: Path, *, as_json: bool, **place: Any) -> None:
     """Keep every value of a result file of lm-evaluation-harness, and print the file they went to.
 
     Importing the same file again for the same checkpoint changes nothing.
+
+    Exit status: 0 done; 1 wrong usage.
     """
     _report(import_lm_eval(path=file, **place), place, as_json=as_json)
 
@@ -150,6 +162,8 @@ def adopt_run(*, root: Path, as_json: bool, **place: Any) -> None:
 
     For a run that was started without the checkpoint's llmtrack record. A record is added, and none is edited; where
     both have points, RUN's count beyond the place and the other's up to it. Adopting again replaces the place.
+
+    Exit status: 0 done; 1 wrong usage.
     """
     adoption = adopt(root, **place)
     row = {**vars(adoption), "folder": str(adoption.folder)}

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Final
+
+_LONG: Final = re.compile(r"[0-9]{60,}|[^\s/'\"]{300,}")  # a file name has 255 bytes at most
+_SHOWN: Final = 20  # characters
+
+
+def shortened(message: str) -> str:
+    """Cut what is longer than anybody reads: a number of a thousand digits, a name of a thousand letters."""
+    return _LONG.sub(lambda word: f"{word[0][:_SHOWN]}… ({len(word[0]):,} characters)", message)
 
 
 class LlmtrackError(Exception):
@@ -13,7 +23,7 @@ class LlmtrackError(Exception):
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
+        super().__init__(shortened(message))
         self.hint = hint
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from llmtrack.query import connect
 from llmtrack.query.files import Listing
 from llmtrack.query.log import Log, News, _Segment
 from llmtrack.writer.errors import UsageError
@@ -409,6 +410,18 @@ def test_a_damaged_sealed_part_is_reported_and_not_read(tmp_path: Path, folder: 
     reader.read()
     assert reader.values() == [float(n) for n in range(1, 501)]
     assert reader.log.damages() == []
+
+
+def test_a_part_whose_footer_is_damaged_is_left_out_unchecked_too(tmp_path: Path, folder: Path) -> None:
+    """Nobody compares checksums then, but DuckDB would not open it, and any query would fail."""
+    sealed = _sealed(folder)
+    content = bytearray(sealed.read_bytes())
+    footer_bytes = int.from_bytes(content[-8:-4], "little")
+    content[-8 - footer_bytes : 40 - 8 - footer_bytes] = b"\xff" * 40
+    sealed.write_bytes(content)
+    with connect(tmp_path, check=False) as con:
+        assert con.execute("SELECT count(*) FROM metrics").fetchall() == [(0,)]
+        assert con.execute("SELECT path FROM damages").fetchall() == [(str(sealed),)]
 
 
 def test_a_damaged_sealed_part_does_not_hide_an_intact_open_one(tmp_path: Path, folder: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import datetime as dt
 import io
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,10 +20,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmtrack import __main__ as program
-from llmtrack.query import canvas, console, layout
+from llmtrack.query import canvas, connect, console, latest, layout
 from llmtrack.query.select import select_run, select_runs
 from llmtrack.writer.errors import CorruptSegmentError, UsageError
 from llmtrack.writer.format import SCHEMAS, part_name
+from llmtrack.writer.log.seal import seal_segment
 from llmtrack.writer.log.stream import encode_head
 from tests.handmade import DAY, write_heartbeat, write_part, write_segment
 from tests.oracle import Point, Segment
@@ -100,10 +102,10 @@ def test_ls_lists_runs_the_latest_first(llmtrack: Command, root: Path) -> None:
     result = llmtrack("ls", "--root", root)
     assert result.status == 0
     head, _, child, parent = (line.split() for line in result.out.splitlines())
-    assert head[:5] == ["RUN", "STATUS", "TOKENS", "STEP", "SEGMENTS"]
+    assert head[:8] == ["RUN", "STATUS", "TOKENS", "STEP", "LOSS", "TOKENS/S", "RESTARTS", "SIZE"]
     assert child[:3] == ["pretrain-7b-recipe-1", "running", "210"]
     assert "pretrain-7b at 200 (recipe)" in result.out
-    assert parent[:5] == ["pretrain-7b", "finished", "300", "30", "2"]
+    assert parent[:7] == ["pretrain-7b", "finished", "300", "30", "1.5", "0", "1"]
     assert parent[-1] == "12"
     assert result.err == ""
 
@@ -147,6 +149,59 @@ def test_an_empty_root_is_no_error(llmtrack: Command, tmp_path: Path) -> None:
     """Nothing on stdout, one line for the person on stderr, an empty array as JSON."""
     assert llmtrack("ls", "--root", tmp_path) == Result(0, "", f"there are no runs in {tmp_path}\n")
     assert llmtrack("ls", "--root", tmp_path, "--json") == Result(0, "[]\n", "")
+
+
+def test_the_numbers_of_ls_are_those_of_the_raw_log(llmtrack: Command, root: Path) -> None:
+    """Loss, speed, restarts, alerts, what was lost and the size: each computed again, from all points and files."""
+    parent = root / "run_id=pretrain-7b"
+    write_part(parent / "segment=00002", "alerts", [{"tokens": 290, "alert_id": "x", "phase": "raised"}])
+    seal_segment(parent / "segment=00002")
+    write_segment(root, Segment("resumed", 1, points=[Point(tokens, "train/loss", 3.0) for tokens in (10, 30)]))
+    write_segment(root, Segment("resumed", 2, 20, ("resumed", 1), points=[Point(30, "train/lr", 1.0)]), sealed=True)
+    write_segment(root, Segment("silent", 1))
+    with connect(root) as con:
+        expected = con.sql("""
+            SELECT r.run_id, p.loss, p.loss_tokens, r.restarts, coalesce(a.alerts, 0), coalesce(g.points, 0), t.speed
+            FROM (SELECT run_id, count(*) - 1 AS restarts FROM segments GROUP BY run_id) r
+            LEFT JOIN (
+                SELECT run_id, arg_max(value, tokens) AS loss, max(tokens) AS loss_tokens
+                FROM history WHERE name = 'train/loss' GROUP BY run_id
+            ) p USING (run_id)
+            LEFT JOIN (SELECT run_id, count(*) AS alerts FROM alerts WHERE phase = 'raised' GROUP BY 1) a USING (run_id)
+            LEFT JOIN (SELECT run_id, sum(points)::BIGINT AS points FROM gaps GROUP BY 1) g USING (run_id)
+            JOIN (
+                SELECT run_id, (last_tokens - start_tokens) / nullif(epoch(last_time) - epoch(start_time), 0) AS speed
+                FROM segments QUALIFY segment = max(segment) OVER (PARTITION BY run_id)
+            ) t USING (run_id)
+            ORDER BY r.run_id
+        """).fetchall()
+    rows = sorted(llmtrack("ls", "--root", root, "--json").rows, key=lambda row: row["run_id"])
+    columns = ("run_id", "loss", "loss_tokens", "restarts", "alerts", "points_lost", "tokens_per_s")
+    found = [tuple(row[column] for column in columns) for row in rows]
+    assert [row[0] for row in found] == ["pretrain-7b", "pretrain-7b-recipe-1", "resumed", "silent"]
+    for one, other in zip(found, expected, strict=True):
+        assert one[:1] + one[2:6] == other[:1] + other[2:6]
+        assert one[1] == ("NaN" if other[1] is not None and math.isnan(other[1]) else other[1])
+        assert one[6] == pytest.approx(other[6])
+    sizes = {row["run_id"]: row["size_bytes"] for row in rows}
+    files = [path for path in parent.rglob("*") if path.is_file()]
+    assert sizes["pretrain-7b"] == sum(path.stat().st_size for path in files)
+
+
+def test_the_last_loss_of_a_long_open_part_is_found_at_its_end(llmtrack: Command, tmp_path: Path) -> None:
+    """Its beginning is not read, and where the end has none, all of it is."""
+    noise = [{"tokens": tokens, "name": "x", "value": tokens / 7} for tokens in range(100, 60_000)]
+    first = [{"tokens": 50, "name": "train/loss", "value": 9.0}]
+    last = [{"tokens": 60_000, "name": "train/loss", "value": 2.0}]
+    for run_id, rows in (("end", [*first, *noise, *last]), ("beginning", [*first, *noise])):
+        folder = write_segment(tmp_path, Segment(run_id, 1))
+        path = write_part(folder, "metrics", rows, batch=200)
+        assert path.stat().st_size > 2 * latest._TAIL_BYTES
+    rows = llmtrack("ls", "--root", tmp_path, "--json").rows
+    assert {row["run_id"]: (row["loss"], row["loss_tokens"]) for row in rows} == {
+        "end": (2.0, 60_000),
+        "beginning": (9.0, 50),
+    }
 
 
 # show
@@ -316,6 +371,59 @@ def test_sql_refuses_what_it_cannot_do(llmtrack: Command, root: Path, tmp_path: 
         assert f"cannot write {tmp_path}/no/x.{suffix}" in missing.err
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        *("COPY (SELECT 1) TO '{file}'", "COPY (PIVOT runs ON status USING count(*)) TO '{file}'", "ATTACH '{file}'"),
+        *("EXPLAIN ANALYZE COPY (SELECT 1) TO '{file}'", "EXPORT DATABASE '{file}'", "CREATE TABLE t AS SELECT 1"),
+        *("INSERT INTO log.gaps SELECT * FROM gaps", "WITH x AS (DELETE FROM log.gaps RETURNING 1) FROM x"),
+        *("DROP VIEW live", "SET threads = 1", "INSTALL httpfs", "CALL pragma_version()", "PRAGMA database_list"),
+    ],
+)
+def test_sql_only_reads(llmtrack: Command, root: Path, tmp_path: Path, statement: str) -> None:
+    """What would write, or change the connection, is refused; nothing appears on disk."""
+    before = sorted(tmp_path.rglob("*"))
+    for output in ([], ["-o", tmp_path / "x.csv"]):
+        result = llmtrack("sql", statement.format(file=tmp_path / "file"), "--root", root, *output)
+        assert (result.status, result.out) == (1, "")
+        assert result.err.startswith("error: ")
+        assert "\n  try: " in result.err
+    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and path.suffix != ".csv"] == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["PIVOT runs ON status USING count(*) GROUP BY run_id;", "EXPLAIN FROM runs", "DESCRIBE live", "SHOW TABLES"],
+)
+def test_sql_takes_all_that_reads(llmtrack: Command, root: Path, tmp_path: Path, statement: str) -> None:
+    """Also what DuckDB takes for several statements; to the screen and into a file."""
+    assert llmtrack("sql", statement, "--root", root, "--json").rows
+    if statement.startswith("PIVOT"):
+        assert llmtrack("sql", statement, "--root", root, "-o", tmp_path / "x.parquet").status == 0
+        assert pq.read_table(tmp_path / "x.parquet").num_rows == 2
+
+
+@pytest.mark.parametrize("statement", ["", "  ", "-- nothing", ";", "FROM runs; FROM live"])
+def test_sql_takes_one_statement(llmtrack: Command, root: Path, statement: str) -> None:
+    """None, or several of which only the last would be seen, are wrong usage."""
+    result = llmtrack("sql", statement, "--root", root)
+    assert (result.status, result.out) == (1, "")
+    assert "try: " in result.err
+
+
+def test_a_misspelt_view_is_no_variable_of_ours(llmtrack: Command, root: Path) -> None:
+    """DuckDB would look for one in the Python that calls it."""
+    assert "does not exist" in llmtrack("sql", "FROM statement", "--root", root).err
+
+
+def test_an_error_shows_no_number_of_a_thousand_digits(llmtrack: Command, root: Path) -> None:
+    """Its beginning, and how long it is."""
+    result = llmtrack("show", "7" * 1000, "--root", root)
+    assert result.status == 1
+    assert "77777777777777777777… (1,000 characters)" in result.err
+    assert len(result.err) < 500
+
+
 def test_sql_reads_only_the_runs_named(llmtrack: Command, root: Path) -> None:
     """And those they were forked from."""
     write_segment(root, Segment("other", 1))
@@ -475,7 +583,10 @@ def test_every_end_has_its_status(raised: BaseException, status: int, capsys: py
         console.run(command, [])
     assert ended.value.code == status
     if isinstance(raised, ModuleNotFoundError):
-        assert capsys.readouterr().err == "error: mlflow is not installed\n  try: pip install 'llmtrack-log[mlflow]'\n"
+        assert capsys.readouterr().err == (
+            "error: mlflow is not installed\n"
+            "  try: pip install 'llmtrack-log[mlflow]', or in a checkout: pip install -e '.[mlflow]'\n"
+        )
 
 
 def test_every_command_has_help_with_an_example_and_says_the_same_in_the_list(llmtrack: Command) -> None:

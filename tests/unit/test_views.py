@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import math
 import os
-import re
 import struct
 import subprocess
 import sys
@@ -112,6 +111,25 @@ def test_values_and_tokens_come_back_bit_for_bit(tmp_path: Path, *, sealed: bool
     found = ask(tmp_path, "SELECT tokens, value, settled FROM live ORDER BY seq")
     assert [struct.unpack("<Q", struct.pack("<d", value))[0] for _, value, _ in found] == bits
     assert [(place, settled) for place, _, settled in found] == [(place, place <= 10**16 + 7) for place in places]
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_nan_and_infinities_are_found_by_a_condition(tmp_path: Path, *, sealed: bool) -> None:
+    """DuckDB believes statistics, which leave NaN out: a part must have none of its values."""
+    points = [Point(tokens, "loss", value) for tokens, value in ((1, 1.0), (2, math.nan), (3, math.inf), (4, 90.0))]
+    write_segment(tmp_path, Segment("a", 1, points=points, checkpoints=[4]), sealed=sealed)
+    log_eval(tmp_path, "x", "task", {"acc": 0.5, "loss": math.nan})
+    with connect(tmp_path) as con:
+        for condition, tokens in (
+            ("isnan(value)", [2]),
+            ("value = 'nan'", [2]),
+            ("value > 50", [2, 3, 4]),
+            ("NOT isfinite(value)", [2, 3]),
+        ):
+            found = con.sql(f"SELECT tokens FROM live WHERE {condition} ORDER BY tokens").fetchall()
+            assert [row[0] for row in found] == tokens, condition
+        assert con.sql("SELECT max(value) FROM live WHERE NOT isnan(value)").fetchall() == [(math.inf,)]
+        assert con.sql("SELECT metric FROM evals WHERE isnan(value)").fetchall() == [("loss",)]
 
 
 # Paths
@@ -520,20 +538,3 @@ def test_a_connection_loads_no_pandas(tmp_path: Path) -> None:
     code = f"import sys; from llmtrack.query import connect; con = connect({str(tmp_path)!r})"
     code += "; con.sql('FROM live').fetchall(); assert 'pandas' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_queries_of_the_documentation_run(tmp_path: Path) -> None:
-    """Each statement of docs/SQL.md, word for word, over this root in place of the example's."""
-    page = Path(__file__).parents[2] / "docs" / "SQL.md"
-    if not page.exists():
-        pytest.skip("the wheel is tested without the documentation")
-    write_segment(tmp_path, Segment("pretrain-7b", 1, points=loss(10, name="train/loss")), sealed=True)
-    text = page.read_text(encoding="utf-8").replace("/shared/runs", str(tmp_path))
-    blocks = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
-    blocks += re.findall(r'llmtrack sql "(.*?)"', text)
-    blocks += re.findall(r'con\.sql\("(.*?)"\)', text)
-    statements = [one for block in blocks for one in re.sub(r"--.*", "", block).split(";") if one.strip()]
-    assert len(statements) >= 10
-    with connect(tmp_path) as con:
-        for statement in statements:
-            con.sql(statement).fetchall()

@@ -72,6 +72,8 @@ def seal_part(path: Path, *, before_seq: int | None = None) -> Path:
         compression_level=3,
         use_dictionary=["name"],
         column_encoding={**dict.fromkeys(_INTEGERS, "DELTA_BINARY_PACKED"), "value": "BYTE_STREAM_SPLIT"},
+        # None of `value`: they leave NaN out, and DuckDB concludes that no value is NaN.
+        write_statistics=[*_INTEGERS, "name"],
         write_page_index=True,
         write_page_checksum=True,
     ) as writer:

@@ -1,0 +1,130 @@
+"""The last value of one metric of every run, from the ends of the newest parts: points before them are not read."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from llmtrack.writer.errors import FormatError
+from llmtrack.writer.format import SEALED_SUFFIX, part_name, segment_folder
+from llmtrack.writer.log.stream import decode_parts, read_raw_part
+
+from .columns import to_column
+from .files import check_sealed, list_segment, size_of
+
+_TAIL_BYTES: Final = 256 << 10  # of an open part: the last second of a busy run, the last hour of most
+_PARTS: Final = 5  # of one run: where the newest have nothing, the run does not log the metric
+# Where the curve of each run runs, its newest stretch first.
+_SPANS: Final = """
+    SELECT run_id, source_run, segment, lo, hi
+    FROM log.spans
+    WHERE hi > lo AND NOT yields
+    ORDER BY run_id, hi DESC
+"""
+_LAST_SEALED: Final = """
+    SELECT f.path, max_by({'tokens': p.tokens, 'value': p.value}, (p.tokens, p.seq)) AS last
+    FROM read_parquet($paths, filename = true, hive_partitioning = false) p
+    JOIN (SELECT unnest($paths) AS path, unnest($los) AS lo, unnest($his) AS hi) f ON f.path = p.filename
+    WHERE p.name = $name AND p.tokens > f.lo AND p.tokens <= f.hi
+    GROUP BY f.path
+"""
+
+
+@dataclass(frozen=True)
+class _Part:
+    path: str
+    lo: int
+    hi: int
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.path.endswith(SEALED_SUFFIX)
+
+
+def last_values(
+    con: duckdb.DuckDBPyConnection, root: Path, name: str, run_ids: Collection[str]
+) -> dict[str, tuple[int, float]]:
+    """Return tokens and value of the last point on the curve of each run; nothing of one whose newest parts have none.
+
+    Args:
+        con: Made by `connect`, of that root; points are not needed.
+        root: The folder that holds the runs.
+        name: The metric.
+        run_ids: Of which runs.
+    """
+    spans: dict[str, list[tuple[str, int, int, int]]] = defaultdict(list)
+    for run_id, *span in con.execute(_SPANS).fetchall():
+        if run_id in run_ids:
+            spans[run_id].append((span[0], span[1], span[2], span[3]))
+    waiting = {run_id: itertools.islice(_newest_first(root, places), _PARTS) for run_id, places in spans.items()}
+    found: dict[str, tuple[int, float]] = {}
+    while waiting:  # most runs have it in their newest part
+        asked = {run_id: part for run_id, parts in waiting.items() if (part := next(parts, None)) is not None}
+        sealed = _last_sealed(con, [part for part in asked.values() if part.is_sealed], name)
+        for run_id, part in asked.items():
+            last = sealed.get(part) if part.is_sealed else _last_open(part, name)
+            if last is not None:
+                found[run_id] = last
+        waiting = {run_id: waiting[run_id] for run_id in asked if run_id not in found}
+    return found
+
+
+def _newest_first(root: Path, places: Sequence[tuple[str, int, int, int]]) -> Iterator[_Part]:
+    for source_run, segment, lo, hi in places:
+        folder = str(segment_folder(root, source_run, segment))
+        listing = list_segment(folder)
+        opened = {part: path for (table, part), path in listing.open.items() if table == "metrics"}
+        for part in sorted({*opened, *listing.sealed}, reverse=True):
+            path = f"{folder}/{part_name('metrics', part, SEALED_SUFFIX)}"
+            is_sealed = part in listing.sealed and not check_sealed(path).fault
+            if is_sealed or part in opened:
+                yield _Part(path if is_sealed else opened[part], lo, hi)
+
+
+def _last_sealed(con: duckdb.DuckDBPyConnection, parts: Sequence[_Part], name: str) -> dict[_Part, tuple[int, float]]:
+    if not parts:
+        return {}
+    alike: dict[str, list[_Part]] = defaultdict(list)
+    for part in parts:
+        alike[part.path].append(part)  # of a parent that several runs came from
+    found: dict[_Part, tuple[int, float]] = {}
+    while alike:
+        some = [same.pop() for same in alike.values()]
+        values: dict[str, Any] = {
+            "paths": [part.path for part in some],
+            "los": [part.lo for part in some],
+            "his": [part.hi for part in some],
+            "name": name,
+        }
+        by_path = {part.path: part for part in some}
+        for path, last in con.execute(_LAST_SEALED, values).fetchall():
+            found[by_path[path]] = (last["tokens"], last["value"])
+        alike = {path: same for path, same in alike.items() if same}
+    return found
+
+
+def _last_open(part: _Part, name: str) -> tuple[int, float] | None:
+    offsets = [0]
+    if (size := size_of(part.path)) > 2 * _TAIL_BYTES:
+        offsets.insert(0, size - _TAIL_BYTES)
+    for offset in offsets:
+        try:
+            rows, _ = decode_parts([read_raw_part(part.path, offset=offset)])
+        except (FormatError, OSError):  # gone, or of a newer version: `damages` says so
+            return None
+        tokens = rows["tokens"]
+        bounds = [to_column([bound], pa.int64())[0] for bound in (part.lo, part.hi)]
+        inside = pc.and_(pc.greater(tokens, bounds[0]), pc.less_equal(tokens, bounds[1]))
+        kept = rows.filter(pc.and_(pc.equal(rows["name"], name), inside))
+        if len(kept):
+            last = kept.slice(len(kept) - 1)  # a writer refuses tokens that go backwards: the last row is the furthest
+            return last["tokens"][0].as_py(), last["value"][0].as_py()
+    return None
