@@ -119,7 +119,7 @@ def _idle(process: psutil.Process, seconds: float) -> str:
     used = after.user + after.system - before.user - before.system
     memory = process.memory_full_info()
     return (
-        f"| {100 * used / took:.2f} % | {memory.rss / 1e6:.0f} MB | {memory.uss / 1e6:.0f} MB"
+        f"| {max(0.0, 100 * used / took):.2f} % | {memory.rss / 1e6:.0f} MB | {memory.uss / 1e6:.0f} MB"
         f" | {process.num_threads()} | {process.num_fds()} |"
     )
 

@@ -132,6 +132,11 @@ class Schedule:
         if run_id in self._runs:
             self._runs[run_id].not_before_s = now + pause_s
 
+    def hold(self, run_id: str, until_s: float) -> None:
+        """Hear that a run need not be looked at before some time."""
+        if run_id in self._runs:
+            self._runs[run_id].not_before_s = until_s
+
     def failed(self, run_id: str, now: float, *, for_good: bool) -> None:
         """Hear that a run could not be synced.
 

@@ -11,6 +11,7 @@ import datetime as dt
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -60,6 +61,7 @@ _MANY_BYTES: Final = 2 << 30  # likewise when some do: what has grown to this ha
 _END_S: Final = 8.0  # how long syncs under way are waited for at the end; their requests have time-outs of their own
 _DELIVER_S: Final = 2.0  # likewise messages
 _OUTAGE_S: Final = 5.0  # before a run is tried again whose tracker did not answer for the whole time-out
+_CLOCKS_S: Final = 60.0  # between two looks whether a lost run is lost by its own clock too
 _REFUSED_S: Final = 300.0  # likewise when the tracker does not let us in any more
 _FRESH_S: Final = 86_400.0  # what happened longer ago is not said
 
@@ -209,6 +211,10 @@ class Service:
             raise self._fatal
         return self._ended_by or signal.SIGTERM
 
+    def is_stuck(self) -> bool:
+        """Return whether a request is still under way that did not end in time."""
+        return any(thread.is_alive() for thread in self._threads)
+
     # Beginning and end.
 
     def _begin(self) -> None:
@@ -274,7 +280,7 @@ class Service:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         for run_id in list(self._lanes):
             self._close_lane(run_id)
-        if not any(thread.is_alive() for thread in self._threads):
+        if not self.is_stuck():
             self._sink.close()
 
     # The loop.
@@ -292,15 +298,18 @@ class Service:
             wakes += [now + 1.0] if self._busy and self._schedule.pending() else []
             self._receive(max(0.0, min(wakes) - now))
             now = time.monotonic()
-            if self._touched and now >= self._touched_s + _GATHER_S:
-                touched, self._touched = self._touched, set()
-                self._take_in(touched, now)
-            if now >= scan_s:
-                self._scan(now)
-                scan_s = time.monotonic() + self._interval_s
-            if now >= look_s:
-                self._look(now)
-                look_s = now + min(self._stalls.interval_s, self._interval_s)
+            try:
+                if self._touched and now >= self._touched_s + _GATHER_S:
+                    touched, self._touched = self._touched, set()
+                    self._take_in(touched, now)
+                if now >= scan_s:
+                    scan_s = now + self._interval_s
+                    self._scan(now)
+                if now >= look_s:
+                    look_s = now + min(self._stalls.interval_s, self._interval_s)
+                    self._look(now)
+            except OSError as error:  # storage that fails: it is looked at again in a while
+                self._journal.failed("root", f"cannot be read: {error}")
             if now >= save_s:
                 self._lock.beat()
                 self._save()
@@ -354,11 +363,13 @@ class Service:
                 f"changes came without an event: looking every {self._interval_s:g} s from now on",
                 level="warn",
             )
+        # What was away for a moment when the small tables were read is there again.
+        changed |= self._scanner.readable() - self._ledger.runs.keys()
         self._take_in(changed, now)
 
     def _take_in(self, changed: Collection[str], now: float) -> None:
         """Read the small tables of runs that changed, and let them be synced."""
-        if not changed:
+        if not changed or not self._settings.root.is_dir():  # away, which is not the same as empty
             return
         before = set(self._ledger.runs)
         happened = self._ledger.refresh(set(changed) - {ROOT})
@@ -509,6 +520,10 @@ class Service:
         self._had_success = True
         self._schedule.done(report.run_id, now)
         self._journal.succeeded(report.run_id)
+        if self._stalls.status(report.run_id) == "lost" and report.status == "running":
+            # By the times in the log it is not lost yet: its clock is before ours.
+            self._mark(report.run_id, now)
+            self._schedule.hold(report.run_id, now + _CLOCKS_S)
         there = self._record.of_run(report.run_id)
         there.complete = lane.fingerprints[report.run_id]
         there.last_success, there.last_error, there.url = record.now(), "", report.url
@@ -531,6 +546,8 @@ class Service:
         else:
             self._schedule.failed(run_id, now, for_good=report is not None and report.is_refused)
             error = report.error if report is not None else _in_words(done.error)
+            if len(lane.run_ids) > 1:
+                return  # whatever was wrong with one of several: it is said when it fails alone
             if run_id in self._ledger.runs:
                 self._journal.failed(run_id, error)
         there.last_error, there.error_time = error.partition("\n")[0], record.now()
@@ -651,4 +668,8 @@ def watch(
     elif not quiet:
         how = f"each sync verified as --verify {settings.options.verify} says"
         click.echo(show.summary(outcome, time.monotonic() - began_s, sink.look, would=False, verified=how))
-    return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_OK
+    status = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_OK
+    if service.is_stuck():  # the end of the interpreter would pull the ground away from under its thread
+        sys.stdout.flush()
+        os._exit(status)
+    return status

@@ -291,6 +291,20 @@ def test_two_watches_of_one_root_are_one(tmp_path: Path, empty_database: Path) -
     assert third.journal.reports["a"].sent == {}
 
 
+def test_storage_that_is_away_for_a_while_changes_nothing(tmp_path: Path, empty_database: Path) -> None:
+    """A mount that is gone is not a root without runs; when it is back, what came meanwhile is sent."""
+    _finished(tmp_path / "root", "a")
+    with Watch(tmp_path, empty_database, poll_s=0.3) as watch:
+        watch.wait_for_all()
+        watch.root.rename(tmp_path / "away")
+        wait_until(lambda: watch.journal.told("failed"), "it is told")
+        _finished(tmp_path / "away", "b")
+        (tmp_path / "away").rename(watch.root)
+        watch.wait_for_all()
+        assert ("b", "canonical", None) in stored(watch.database)
+    assert watch.journal.reports["a"].sent == {"canonical": 5}
+
+
 def test_a_run_that_is_deleted_is_forgotten(tmp_path: Path, empty_database: Path) -> None:
     """What the tracker has of it stays there."""
     _finished(tmp_path / "root", "a")
