@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _BATCH_ROWS: Final = 2048  # DuckDB's own unit; after a crash as many are sent again
 _THREADS: Final = 2
-_MEMORY: Final = "96MB"  # beyond it DuckDB sorts on disk: 4 million points then take 300 MB in all, and no more time
+_MEMORY: Final = "64MB"  # beyond it DuckDB sorts on disk: 4 million points then take no more memory than one
 
 _PART: Final = (
     f"CASE WHEN superseded_by IS NOT NULL THEN '{SUPERSEDED}' WHEN settled THEN '{CANONICAL}' ELSE '{PROVISIONAL}' END"
