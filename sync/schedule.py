@@ -14,7 +14,9 @@ from typing import Final
 BATCH_RUNS: Final = 50  # rechecked together: what costs is opening them, not looking at them
 SMALL_RUNS: Final = 16  # likewise, of small runs that nobody trains
 
-_PACE_S: Final = 1.0  # at least between two syncs of one run; what comes in between goes together
+_PACE_S: Final = (
+    2.0  # at least between two syncs of one run, each a third of a second of CPU; what comes in between goes together
+)
 _LONGEST_PACE_S: Final = 30.0
 _FIRST_PAUSE_S: Final = 5.0  # after a failure
 _LONGEST_PAUSE_S: Final = 600.0

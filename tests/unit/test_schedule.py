@@ -108,7 +108,7 @@ def test_a_failure_is_tried_again_after_growing_pauses_and_the_others_go_on() ->
     assert schedule.take(now) == ["a"]
     schedule.done("a", now)
     schedule.mark("a", LIVE, now)
-    assert schedule.due_s(now) == 1  # a success makes it begin anew
+    assert schedule.due_s(now) == 2  # a success makes it begin anew
 
 
 def test_what_was_refused_is_tried_again_when_it_changed_or_after_an_hour() -> None:
