@@ -26,6 +26,7 @@ _CORE: Final = "wandb-core"
 REQUEST_S: Final = 30.0
 _INIT_S: Final = 20.0  # the client tries for so long by itself; we go on from there
 _PAGE_ROWS: Final = 1000
+_NUMBERS_SINCE: Final = (0, 31)
 _HISTORY_PAGE: Final = """
 query HistoryPage($entity: String!, $project: String!, $run: String!,
                   $minStep: Int64!, $maxStep: Int64!, $pageSize: Int!) {
@@ -184,6 +185,18 @@ def translate(error: Exception, url: str, run_id: str | None) -> LlmtrackError:
     return RejectedError(f"{url} refused{about}: {text}", sink=NAME, run_id=run_id or "")
 
 
+def numbers_offline_rows() -> bool:
+    """Return whether ``wandb sync`` numbers the rows of a resumed offline run from where the server's end."""
+    import wandb
+
+    return tuple(int(part) for part in wandb.__version__.split(".")[:2]) >= _NUMBERS_SINCE
+
+
+def keeps_patterns() -> bool:
+    """Return whether ``define_metric("*")`` is kept as such: before, it held for the metrics of that session alone."""
+    return numbers_offline_rows()
+
+
 def is_missing(error: Exception) -> bool:
     """Return whether the client says that there is no such run or project."""
     return "Could not find" in str(error) or "could not find" in str(error)
@@ -277,8 +290,14 @@ def _known_service() -> Any:
 
 
 def _teardown(wandb: Any) -> None:
-    with contextlib.suppress(Exception):  # it says that its service is gone, which is what we want
+    from wandb.sdk import wandb_setup
+
+    setup: Any = getattr(wandb_setup, "_singleton", None)
+    try:
         wandb.teardown()
+    except Exception:  # noqa: BLE001 - it says that its service is gone, which is what we want, and leaves its thread
+        with contextlib.suppress(Exception):
+            setup._asyncer.join()  # noqa: SLF001 - there is no public name for it
 
 
 def _service_pids() -> list[int]:

@@ -78,18 +78,19 @@ class WandbEncoder:
 
     def encode(self, rows: pa.RecordBatch) -> list[Record]:
         """Return one record for each row; `Encoder` has the contract."""
-        ends = pc.run_end_encode(rows.column("seq")).run_ends.to_pylist() if rows.num_rows else []
-        seqs, times, steps, tokens, names, values = (
-            rows.column(name).to_pylist() for name in ("seq", "time_ms", "step", "tokens", "name", "value")
-        )
-        records: list[Record] = []
-        begin = 0
-        for end in ends:
-            for keys, some in self._rows(tuple(names[begin:end]), values[begin:end]):
-                place = (tokens[begin], steps[begin], times[begin])
-                records.append(self._record(seqs[begin], place, keys, some))
-            begin = end
-        return records
+        if not rows.num_rows:
+            return []
+        ends = pc.run_end_encode(rows.column("seq")).run_ends.to_pylist()
+        begins = [0, *ends[:-1]]
+        at = pa.array(begins)
+        places = zip(*(rows.column(name).take(at).to_pylist() for name in ("tokens", "step", "time_ms")), strict=True)
+        seqs = rows.column("seq").take(at).to_pylist()
+        names, values = rows.column("name").to_pylist(), rows.column("value").to_pylist()
+        return [
+            self._record(seq, place, keys, some)
+            for seq, place, begin, end in zip(seqs, places, begins, ends, strict=True)
+            for keys, some in self._rows(tuple(names[begin:end]), values[begin:end])
+        ]
 
     def _rows(self, names: tuple[str, ...], values: list[float]) -> list[tuple[tuple[str, ...], list[float]]]:
         """Return the values of one log call as rows: one, unless a name is there twice."""

@@ -341,6 +341,7 @@ class _Stay:
         self._entity = entity
         self._timeout_s = timeout_s
         self._run: Any = None
+        self._resumes = True
         self.logged: list[tuple[int, int, float]] = []
 
     def open(self) -> None:
@@ -348,13 +349,14 @@ class _Stay:
         url = wandb_client.CLOUD
         wandb = wandb_client.load(url)
         page = self._page
-        config: Mapping[str, Any] = page.config if page.written is None else {}
+        self._resumes = wandb_client.numbers_offline_rows()
+        config: Mapping[str, Any] = page.config if page.written is None or not self._resumes else {}
         self._run = wandb.init(
             entity=self._entity,
             project=page.project,
             id=page.ref,
             mode="offline",
-            resume="allow",
+            resume="allow" if self._resumes else None,
             dir=str(self._folder),
             config={**config, OURS: page.about},
             settings=wandb_client.settings(url, mode="offline"),
@@ -366,7 +368,8 @@ class _Stay:
     def log(self, records: Sequence[Record]) -> None:
         """Write rows."""
         for record in records:
-            self._run.log(record.content)
+            # Before W&B numbers them by itself, each says its number: in every file from where the last one ended.
+            self._run.log(record.content, step=None if self._resumes else self._page.rows + len(self.logged))
             self.logged.append((record.tokens, record.time_ms, record.value))
 
     def close(self) -> Path:

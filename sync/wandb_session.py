@@ -106,7 +106,8 @@ class Session:
             self._run.define_metric(TOKENS, summary="none")
             self._run.define_metric("*", step_metric=TOKENS, summary="none")
             for name in names:
-                if _GLOB_DOT in name:  # which the client takes for nesting, and the star does not cover
+                # A dot is nesting to the client, and the star does not cover it.
+                if _GLOB_DOT in name or not wandb_client.keeps_patterns():
                     self._run.define_metric(name.replace(".", "\\."), step_metric=TOKENS, summary="none")
 
     def log(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -20,7 +20,18 @@ from .sink import CANONICAL, Encoder, Record, RunSpec, TrackerRun
 from .story import Story, StoryPoint
 from .wandb_client import DeletedIdError
 from .wandb_describe import EXIT, OUR_TAGS, about_of, digest, every_of, id_of, name_of, note_of, tags_of
-from .wandb_encode import KEY, OURS, RowReader, WandbEncoder, config_of, figures_of, key_of, summary_of, told_records
+from .wandb_encode import (
+    KEY,
+    OURS,
+    TOKENS,
+    RowReader,
+    WandbEncoder,
+    config_of,
+    figures_of,
+    key_of,
+    summary_of,
+    told_records,
+)
 from .wandb_pace import Pace
 from .wandb_session import Session
 
@@ -233,6 +244,12 @@ class WandbSink:
         native = self._find(project, ref)
         return 0 if native is None else _row_count(native)
 
+    def _refresh(self, run: TrackerRun) -> None:
+        """Let the client's object of a run hold what the server has after a session."""
+        fresh = self._find(run.native.project, run.ref)
+        if fresh is not None:
+            vars(run.native).update(vars(fresh))
+
     def _group(self, spec: RunSpec) -> str:
         """Return the id of the root of the lineage: the parent's group, as far as W&B has the parent."""
         if spec.parent is not None:
@@ -254,7 +271,7 @@ class WandbSink:
                 native.update()
         if ended:
             session = self._session(spec.project, run.ref, EXIT.get(spec.status))
-            session.open(self._rows[run.ref])
+            session.open(self._rows[run.ref], self._known(run))
             session.close()
         found = self._find(spec.project, run.ref)
         updated = None if found is None else self._tracker_run(found)
@@ -317,9 +334,15 @@ class WandbSink:
         session = self._sessions.get(run.ref)
         if session is None:
             session = self._session(run.native.project, run.ref)
-            session.open(self._rows[run.ref], self._names.get(run.ref, ()))
+            session.open(self._rows[run.ref], self._known(run))
             self._sessions[run.ref] = session
         return session
+
+    def _known(self, run: TrackerRun) -> list[str]:
+        """Return the metrics of a run as far as W&B and we know them: each session has to say them again."""
+        defined = (run.native.rawconfig.get("_wandb") or {}).get("m") or []
+        told = {metric["1"] for metric in defined if isinstance(metric, dict) and "1" in metric}
+        return sorted((told | set(self._names.get(run.ref, ()))) - {TOKENS})
 
     def flush(self, run: TrackerRun, figures: Callable[[], list[Figures]]) -> None:
         """Close the session: everything has arrived when this returns."""
@@ -336,7 +359,7 @@ class WandbSink:
             raise
         self._rows[run.ref] = session.rows
         self._lines[run.ref] = self._lines.get(run.ref, 0) + session.logged
-        run.native.load(force=True)
+        self._refresh(run)
 
     def tell(self, run: TrackerRun, story: Story) -> list[str]:
         """Add the rows of evaluations and alerts that are not there, and have W&B send fresh alerts on."""
@@ -377,9 +400,9 @@ class WandbSink:
         status = str(_about(run.native).get("status"))
         if status in EXIT:
             session = self._session(run.native.project, run.ref, EXIT[status])
-            session.open(self._rows[run.ref])
+            session.open(self._rows[run.ref], self._known(run))
             session.close()
-            run.native.load(force=True)
+            self._refresh(run)
 
     def _lacking(self, run: TrackerRun, rows: Sequence[Record]) -> list[Record]:
         """Return the rows that the run does not hold, by reading all of them back."""

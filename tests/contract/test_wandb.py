@@ -115,7 +115,8 @@ def test_the_summary_is_of_the_whole_run_and_not_of_one_connection(web: Bench, w
     assert run.summary["acc"] == {"last": 0.5, "min": 0.1, "max": 0.9, "best": 0.9}
     metrics = run.config["_wandb"]["value"]["m"]
     axis = 1 + next(n for n, metric in enumerate(metrics) if metric.get("1") == "tokens_seen")
-    assert next(metric["5"] for metric in metrics if metric.get("2") == "*") == axis
+    # wandb 0.31 keeps the star as such, 0.30 names the metrics
+    assert next(metric["5"] for metric in metrics if metric.get("2") == "*" or metric.get("1") == "loss") == axis
 
 
 def test_the_configuration_goes_once_and_whole(web: Bench, wandb_server: WandbServer) -> None:
@@ -159,7 +160,7 @@ def test_a_fault_that_passes_costs_no_row_and_doubles_none(
     assert_exact(wandb_server, web, "canonical", web.rows())
 
 
-@pytest.mark.parametrize("status", [404, 413, *(pytest.param(s, marks=pytest.mark.soak) for s in (400, 403, 409, 422))])
+@pytest.mark.parametrize("status", [404, *(pytest.param(s, marks=pytest.mark.soak) for s in (400, 403, 409, 413, 422))])
 def test_an_upload_that_died_in_silence_is_found_out_and_mended(
     web: Bench, wandb_server: WandbServer, status: int
 ) -> None:
@@ -293,7 +294,7 @@ def test_nothing_about_this_machine_leaves_it(web: Bench, wandb_server: WandbSer
     assert [secret for secret in secrets if len(secret) > 2 and secret.encode() in sent] == []
     assert {request.operation for request in wandb_server.requests} <= {
         "CreateRunFiles", "GetDefaultEntity", "HistoryPage", "Run", "RunHistoryKeys", "RunParquetHistory",
-        "RunResumeStatus", "Runs", "UpsertBucket", "Viewer", "file_stream", "upload",
+        "RunResumeStatus", "Runs", "ServerFeaturesQuery", "UpsertBucket", "Viewer", "file_stream", "upload",
     }  # fmt: skip
     names = {name for run in wandb_server.runs.values() for name in run.files}
     assert names <= {"config.yaml", "wandb-summary.json"}
