@@ -34,3 +34,11 @@ def test_bench_append_measures_every_width_it_is_given() -> None:
     """A quick run prints its tables."""
     tables = _run("bench_append.py", "--quick")
     assert "sealing" in tables
+
+
+def test_bench_query_asks_every_root_it_builds() -> None:
+    """A quick run prints its tables."""
+    tables = _run("bench_query.py", "--points", "18000", "--parts", "16", "--open-mib", "1", "--peers", "llmtrack")
+    assert all(
+        title in tables for title in ("one series of one run", "last value of all runs", "ls of 10,000 segments")
+    )
