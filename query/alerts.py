@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import json
 import os
 import re
@@ -27,7 +28,7 @@ _STYLES: Final = {"error": "31", "warn": "33"}
 _AGO: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _PLACE: Final = ("alert_id", "run_id", "segment", "step", "tokens", "rule", "level", "message")
-_WRITTEN_STEPS: Final = 1024  # more than the writer keeps; what another alert had written beside is near enough
+_WRITTEN_STEPS: Final = 1024  # more than the writer keeps
 
 _BATCHES: Final = """
     SELECT run_id, segment, step, tokens, batch_hash, batch_ids, position, rank
@@ -177,7 +178,11 @@ def batches_to_skip(con: duckdb.DuckDBPyConnection, rows: Sequence[Row], around:
     """
     found = [
         {name: plain(row[name]) for name in _PLACE}
-        | {"batches": _near(con, row, _WRITTEN_STEPS if around is None else around)}
+        | {
+            "batches": _together(_near(con, row, _WRITTEN_STEPS), row["step"])
+            if around is None
+            else _near(con, row, around)
+        }
         for row in rows
     ]
     batches = [batch for alert in found for batch in alert["batches"]]
@@ -191,6 +196,18 @@ def _near(con: duckdb.DuckDBPyConnection, alert: Row, reach: int) -> list[dict[s
     cursor = con.execute(_BATCHES, place)
     columns = [column[0] for column in cursor.description or ()][2:]
     return [dict(zip(columns, row[2:], strict=True)) for row in cursor.fetchall()]
+
+
+def _together(batches: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    """Return those that lie around a step without a gap: others were written for another alert."""
+    steps = sorted({batch["step"] for batch in batches} | {step})
+    gap = min((after - before for before, after in itertools.pairwise(steps)), default=0)
+    first = last = steps.index(step)
+    while first > 0 and steps[first] - steps[first - 1] <= gap:
+        first -= 1
+    while last + 1 < len(steps) and steps[last + 1] - steps[last] <= gap:
+        last += 1
+    return [batch for batch in batches if steps[first] <= batch["step"] <= steps[last]]
 
 
 def _write_skip(con: duckdb.DuckDBPyConnection, rows: Sequence[Row], path: Path, around: int | None) -> None:

@@ -215,6 +215,9 @@ def test_the_batches_around_an_alert_are_written_for_a_trainer_to_skip(tmp_path:
         "rank": None,
         "batch_hash": alert["batches"][0]["batch_hash"],
     }
+    run_command("--root", str(tmp_path), "--alert", "run-1-1", "--skip-batches", str(file))
+    skip = json.loads(file.read_text(encoding="utf-8"))
+    assert skip["positions"] == list(range(84, 109))  # not those of the other alert
     _, _, said = run_command("--root", str(tmp_path), "--skip-batches", str(file))
     assert len(json.loads(file.read_text(encoding="utf-8"))["batch_ids"]) == 50  # 16 before, 8 after, twice
     assert "50 ids and 50 positions around 2 alerts" in said
