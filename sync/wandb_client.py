@@ -37,6 +37,14 @@ query HistoryPage($entity: String!, $project: String!, $run: String!,
     }
 }
 """
+# What a person set for a training run of their own, and would be said of every run that is replayed.
+_OF_ONE_RUN: Final = tuple(
+    f"WANDB_{name}"
+    for name in (
+        "MODE", "DISABLED", "NAME", "NOTES", "TAGS", "RUN_GROUP", "JOB_TYPE", "RUN_ID", "RESUME", "SWEEP_ID", "SERVICE",
+        "CONFIG_PATHS", "HOST", "PROGRAM", "USERNAME", "USER_EMAIL", "LAUNCH", "ARGS",
+    )
+)  # fmt: skip
 _ENDING_S: Final = 5.0  # for the client's service to end by itself
 
 _AUTHENTICATION: Final = re.compile(
@@ -109,6 +117,8 @@ def load(url: str) -> Any:
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_CONSOLE", "off")
         os.environ["WANDB_BASE_URL"] = url  # parts of the client read nothing else
+        for name in _OF_ONE_RUN:
+            os.environ.pop(name, None)
         import wandb
 
         logging.getLogger("wandb").setLevel(logging.CRITICAL)  # what matters of it arrives here as an error

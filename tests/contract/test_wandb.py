@@ -423,3 +423,24 @@ def _kill_and_fault(bench: Bench, server: WandbServer, *, rounds: int, rows: int
     assert_exact(server, bench, "canonical", [row for row in everything if row.tokens <= newest])
     assert_exact(server, bench, "provisional", [row for row in everything if row.tokens > newest])
     assert bench.sync()[0]["points_sent"] == 0
+
+
+def test_what_is_set_for_a_persons_own_run_is_said_of_none(
+    web: Bench, wandb_server: WandbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell in which W&B is switched off, or that names a run and a group, makes no difference."""
+    for name, value in {
+        "MODE": "disabled",
+        "NAME": "mine",
+        "RUN_GROUP": "mine",
+        "TAGS": "mine",
+        "NOTES": "mine",
+    }.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    segment = web.log.segment().train(0, 100).checkpoint(100)
+    web.sync()
+    segment.train(100, 200).checkpoint(200)
+    web.sync()
+    run = run_of(wandb_server, web)
+    assert (run.display_name, run.group, run.tags) == ("run", "run", ["llmtrack", "canonical"])
+    assert_exact(wandb_server, web, "canonical", web.rows())
