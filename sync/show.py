@@ -93,7 +93,7 @@ class Console:
             self._tell_now_and_then(
                 f"{others}run {line.run_id}: "
                 + (f"{line.read_back} values read back" if read else f"{line.sent_points} of {line.total} points")
-                + f" ({rate:.0f} points/s)"
+                + (f" ({rate:.0f} points/s)" if self._sent else "")
             )
 
     def ended(self, report: Report) -> None:
