@@ -392,13 +392,10 @@ class WandbServer:
     def _on_HistoryPage(self, v: dict[str, Any]) -> Any:  # noqa: N802
         run = self._run(v["project"], v["run"])
         first, end = int(v["minStep"]), int(v["maxStep"])
-        lines = []
-        for line in run.history[: self._told(run)]:
-            step = json.loads(line).get("_step", -1) if len(run.history) > end - first + 1 else None
-            if step is None:
-                step = json.loads(line).get("_step", -1)
-            if first <= step < end:
-                lines.append(line)
+        there = run.history[: self._told(run)]
+        lines = there[first:end]
+        if not lines or _step(lines[0]) != first or _step(lines[-1]) != first + len(lines) - 1:
+            lines = [line for line in there if first <= _step(line) < end]  # not numbered without gaps
         return {"project": {"run": {"history": lines[: int(v["pageSize"])]}}}
 
     def _on_SampledHistoryPage(self, v: dict[str, Any]) -> Any:  # noqa: N802
@@ -472,6 +469,10 @@ class _GraphQLError(Exception):
     def __init__(self, message: str, *, status: int = 200) -> None:
         super().__init__(message)
         self.status = status
+
+
+def _step(line: str) -> int:
+    return int(json.loads(line).get("_step", -1))
 
 
 def _filter(spec: dict[str, Any]) -> Callable[[Run], bool]:
