@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import duckdb
 import pyarrow as pa
@@ -30,10 +30,10 @@ _SPANS: Final = """
     ORDER BY run_id, hi DESC
 """
 _LAST_SEALED: Final = """
-    SELECT f.path, max_by({'tokens': p.tokens, 'value': p.value}, (p.tokens, p.seq)) AS last
-    FROM read_parquet($paths, filename = true, hive_partitioning = false) p
-    JOIN (SELECT unnest($paths) AS path, unnest($los) AS lo, unnest($his) AS hi) f ON f.path = p.filename
-    WHERE p.name = $name AND p.tokens > f.lo AND p.tokens <= f.hi
+    SELECT f.path, max_by({{'tokens': p.tokens, 'value': p.value}}, (p.tokens, p.seq)) AS last
+    FROM read_parquet([{paths}], filename = true, hive_partitioning = false) p
+    JOIN (VALUES {bounds}) f (path, lo, hi) ON f.path = p.filename
+    WHERE p.name = ? AND p.tokens > f.lo AND p.tokens <= f.hi
     GROUP BY f.path
 """
 
@@ -98,14 +98,12 @@ def _last_sealed(con: duckdb.DuckDBPyConnection, parts: Sequence[_Part], name: s
     found: dict[_Part, tuple[int, float]] = {}
     while alike:
         some = [same.pop() for same in alike.values()]
-        values: dict[str, Any] = {
-            "paths": [part.path for part in some],
-            "los": [part.lo for part in some],
-            "his": [part.hi for part in some],
-            "name": name,
-        }
+        # As text: DuckDB imports pandas to look at a list, which takes longer than the query.
+        paths = {part: "'" + part.path.replace("'", "''") + "'" for part in some}
+        bounds = (f"({path}, CAST({part.lo} AS BIGINT), CAST({part.hi} AS BIGINT))" for part, path in paths.items())
+        query = _LAST_SEALED.format(paths=", ".join(paths.values()), bounds=", ".join(bounds))
         by_path = {part.path: part for part in some}
-        for path, last in con.execute(_LAST_SEALED, values).fetchall():
+        for path, last in con.execute(query, [name]).fetchall():
             found[by_path[path]] = (last["tokens"], last["value"])
         alike = {path: same for path, same in alike.items() if same}
     return found
