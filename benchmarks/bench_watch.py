@@ -30,6 +30,7 @@ import psutil
 
 import llmtrack
 
+_RENEWED_BYTES = 210e6
 _SYNC = (sys.executable, "-c", "from llmtrack.sync.cli import main; main()")
 
 
@@ -50,6 +51,7 @@ def main() -> None:
         for name, more in (("events", ()), ("--poll 15", ("--poll", "15"))):
             with _watch(folder, *more) as (process, _):
                 _wait_until_idle(folder, process)
+                _wait_until_renewed(process)
                 print(f"| {name} {_idle(process, options.idle_s)}", flush=True)
         print("\n| watch | median | slowest of | rows |\n|---|---|---|---|")
         for name, more in (("events", ()), ("--poll 2", ("--poll", "2"))):
@@ -97,6 +99,14 @@ def _wait_until_idle(folder: Path, process: psutil.Process) -> None:
         time.sleep(5)
         after = process.cpu_times()
         rest = rest + 1 if after.user + after.system - before.user - before.system < 0.5 else 0  # noqa: PLR2004
+
+
+def _wait_until_renewed(process: psutil.Process) -> None:
+    """Wait until a watch that has sent something has given back the tracker's library."""
+    deadline = time.monotonic() + 180
+    while process.memory_info().rss > _RENEWED_BYTES and time.monotonic() < deadline:
+        time.sleep(1)
+    time.sleep(30)  # beginning anew, and asking whether all is there
 
 
 def _complete(record: Path) -> int:

@@ -142,7 +142,8 @@ class World:
 
 def _until_it_is_there(world: World) -> None:
     deadline_s = time.monotonic() + _ENOUGH_S
-    while not world.is_there():
+    # What is in the database is not accepted before its answer has come.
+    while not world.is_there() or any(row["waiting"] for row in world.status()):
         if time.monotonic() > deadline_s:
             left = difference(expected(world.root), stored(world.database))
             raise AssertionError(f"{left}\n{world.status()}\n{world.log.read_text()[-4000:]}")
