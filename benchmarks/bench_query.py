@@ -195,7 +195,7 @@ def _measure_peers(folder: Path) -> _Figures:
         events.Scalars(LOSS)
 
     def mlflow() -> None:
-        client = importlib.import_module("mlflow").MlflowClient(f"sqlite:///{folder}/peer-mlflow/mlflow.db")
+        client: Any = importlib.import_module("mlflow").MlflowClient(f"sqlite:///{folder}/peer-mlflow/mlflow.db")
         experiment = client.get_experiment_by_name("bench")
         (run,) = client.search_runs([experiment.experiment_id])
         client.get_metric_history(run.info.run_id, LOSS)

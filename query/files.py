@@ -18,6 +18,8 @@ import pyarrow.parquet as pq
 from llmtrack.writer.format import HEARTBEAT, PART_FILE, RUN_FOLDER, SCHEMAS, SEGMENT_FOLDER
 from llmtrack.writer.log.seal import CHECK_KEY, DIGEST_KEY, OURS, digest_of
 
+from .columns import EPOCH
+
 # What a file system says of a path that was there a moment ago; ESTALE is NFS.
 VANISHED: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
 
@@ -29,6 +31,7 @@ _CHECK: Final = CHECK_KEY.encode() + b"\x18\x08"
 _TOKENS_MIN: Final = re.compile(rb"llmtrack\.tokens_min\x18[\x01-\x13](\d{1,19})")
 _DIGEST: Final = re.compile(DIGEST_KEY.encode().replace(b".", rb"\.") + rb"\x18\x20([0-9a-f]{32})")
 _NO_ROWS: Final = b"llmtrack.rows\x18\x010"
+_UNITS_PER_S: Final = {"milliseconds": 10**3, "microseconds": 10**6, "nanoseconds": 10**9}
 _FOOTER_BYTES: Final = 64 << 10  # of most sealed parts; a larger footer is read by itself
 
 
@@ -259,8 +262,14 @@ def sealed_reached(path: str) -> Reached | None:
         for group in range(footer.num_row_groups):
             row_group = footer.row_group(group)
             for name, index in places.items():
-                found = row_group.column(index).statistics.max
+                found = row_group.column(index).statistics.max_raw
                 last[name] = found if name not in last else max(last[name], found)
-        return Reached(last["time"], last["step"], last["tokens"])
+        # As integers: pyarrow imports pandas to make a time. Another program's file may have another unit.
+        kind = str(footer.schema.column(places["time"]).logical_type)
+        per_s = next((per_s for unit, per_s in _UNITS_PER_S.items() if unit in kind), None)
+        if per_s is None:
+            return None
+        time = EPOCH + dt.timedelta(microseconds=last["time"] * 1_000_000 // per_s)
+        return Reached(time, last["step"], last["tokens"])
     except (pa.ArrowException, OSError, LookupError, ValueError, TypeError, AttributeError):  # damage is types, too
         return None

@@ -121,7 +121,7 @@ def _last_open(part: _Part, name: str) -> tuple[int, float] | None:
         tokens = rows["tokens"]
         bounds = [to_column([bound], pa.int64())[0] for bound in (part.lo, part.hi)]
         inside = pc.and_(pc.greater(tokens, bounds[0]), pc.less_equal(tokens, bounds[1]))
-        kept = rows.filter(pc.and_(pc.equal(rows["name"], name), inside))
+        kept = rows.filter(pc.and_(pc.equal(rows["name"], to_column([name], pa.string())[0]), inside))
         if len(kept):
             last = kept.slice(len(kept) - 1)  # a writer refuses tokens that go backwards: the last row is the furthest
             return last["tokens"][0].as_py(), last["value"][0].as_py()
