@@ -74,21 +74,30 @@ class Comparison:
         patience: What to do about a tracker that does not answer.
         expected: What should be there.
         on_read: Called with numbers of records that were read back, from several threads.
+        wanted: The digests of what is expected, if they were made when it was sent.
 
     Raises:
         SinkError: The tracker does not answer, or refused.
     """
 
     def __init__(
-        self, sink: Sink, run: TrackerRun, patience: Patience, expected: Records, on_read: Callable[[int], None]
+        self,
+        sink: Sink,
+        run: TrackerRun,
+        patience: Patience,
+        expected: Records,
+        on_read: Callable[[int], None],
+        *,
+        wanted: Digests | None = None,
     ) -> None:
         self._sink = sink
         self._run = run
         self._patience = patience
         self._expected = expected
         self._held = _read_digests(sink, run, patience, on_read)
-        wanted = Digests()
-        wanted.add(expected())
+        if wanted is None:
+            wanted = Digests()
+            wanted.add(expected())
         self._differing = sorted(
             key for key in {*wanted.by_key, *self._held.by_key} if wanted.by_key.get(key) != self._held.by_key.get(key)
         )

@@ -11,7 +11,7 @@ all else is verified; a canonical run never is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from llmtrack.writer.errors import RejectedError, RetryableSinkError
 
 from . import describe
 from .classify import LoggedRun
-from .compare import Comparison, Difference, compare_beyond, newest_digest
+from .compare import Comparison, Difference, Digests, compare_beyond, newest_digest
 from .cursor import Cursor, Held, Mark
 from .patience import Patience
 from .sender import Sender
@@ -300,7 +300,12 @@ class Replay:
         return comparison.difference(lambda: self._points.others(target), lambda: self._sink.told(told))
 
     def _compare(self, target: Target, run: TrackerRun) -> Comparison:
-        return Comparison(self._sink, run, self._patience, lambda: self._points.records(target), self._progress.read)
+        sent, target.sent = target.sent, None
+
+        def expected() -> Iterator[Record]:
+            return self._points.records(target)
+
+        return Comparison(self._sink, run, self._patience, expected, self._progress.read, wanted=sent)
 
     # Marking what is not what it was.
 
@@ -368,6 +373,8 @@ class Replay:
         if target.there.ref in self._cursor.runs:  # a new run that is killed before the first mark is looked at whole
             self._remember(target, target.marks)
         began = saved = time.monotonic()
+        # A whole run, sent in one go as whole rows, need not be read from the log once more to be compared.
+        sent = Digests() if not (target.marks or self._sink.repeats) else None
         sender = self._sender(target)
         try:
             with sender:
@@ -376,12 +383,15 @@ class Replay:
                         continue
                     for records, mark in self._points.rest(target, segment):
                         sender.put(segment, mark, records)
+                        if sent is not None:
+                            sent.add(records)
                         if time.monotonic() - saved > _SAVE_S:
                             self._remember(target, target.marks | sender.accepted)
                             saved = time.monotonic()
         except BaseException:
             self._remember(target, target.marks | sender.accepted)
             raise
+        target.sent = sent
         if time.monotonic() - began > _SAVE_S:  # reading back takes its time, too
             self._remember(target, target.marks | sender.accepted)
 

@@ -17,6 +17,8 @@ from .sink import Record, Sink, TrackerRun
 if TYPE_CHECKING:
     import duckdb
 
+    from .compare import Digests
+
 
 @dataclass
 class Target:
@@ -36,6 +38,7 @@ class Target:
         verified: What it holds was compared, and agrees.
         told: Digest of the story that it was told; None when that is not known.
         every: Of each so many steps it has but some rows; see `thin`.
+        sent: Digests of all that belongs into it, when all of it was sent just now.
     """
 
     kind: str
@@ -51,6 +54,7 @@ class Target:
     verified: bool = False
     told: str | None = None
     every: int = 1
+    sent: Digests | None = None
 
     @property
     def points(self) -> int:
