@@ -20,7 +20,7 @@ from llmtrack.writer.log.publish import publish
 from .replay import Report
 
 _VARIABLE: Final = "LLMTRACK_SYNC_RENEWED"
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def used_bytes() -> int:

@@ -607,7 +607,7 @@ class Service:
 
 @contextmanager
 def _signals(inbox: SimpleQueue[_Event | _Signal | _Done]) -> Iterator[None]:
-    """Let the first SIGINT or SIGTERM end the watch, and the second one the process, at once."""
+    """Let the first SIGINT, SIGTERM or SIGHUP end the watch, and the second one the process, at once."""
     if not _is_main():
         yield
         return
@@ -619,7 +619,10 @@ def _signals(inbox: SimpleQueue[_Event | _Signal | _Done]) -> Iterator[None]:
         seen.append(number)
         inbox.put(_Signal(number))
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup; otherwise the terminal was closed
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
     renew.welcome()
     try:
         yield

@@ -363,8 +363,10 @@ def test_a_watch_at_rest_begins_anew_and_forgets_nothing(tmp_path: Path, empty_d
     assert not list((tmp_path / "state").glob("*/*.renew"))
 
 
-def test_ctrl_c_ends_a_watch_with_130(tmp_path: Path) -> None:
-    """Before the tracker answers, too; a second one would end it at once."""
+@pytest.mark.parametrize("case", [([signal.SIGINT], 130), ([signal.SIGHUP], 0), ([signal.SIGTERM, signal.SIGINT], 130)])
+def test_signals_end_a_watch_before_the_tracker_answers(tmp_path: Path, case: tuple[list[int], int]) -> None:
+    """Ctrl-C is an interruption, a closed terminal is none, and a second signal ends it at once."""
+    numbers, status = case
     root, log = tmp_path / "root", tmp_path / "log"
     _finished(root, "a")
     place = ["--to", "mlflow", "--tracking-uri", "http://127.0.0.1:9", "--state", str(tmp_path / "state")]
@@ -382,8 +384,9 @@ def test_ctrl_c_ends_a_watch_with_130(tmp_path: Path) -> None:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, env=environment)
     try:
         wait_until(lambda: _told(log, "waiting"), "it waits for the tracker")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(_LONG_S) == 130
+        for number in numbers:
+            process.send_signal(number)
+        assert process.wait(_LONG_S) == status
     finally:
         process.kill()
         process.wait()
