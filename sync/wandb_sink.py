@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -36,6 +37,7 @@ from .wandb_pace import Pace
 from .wandb_session import Session
 
 _BATCH_ROWS: Final = 500
+_SWITCH_S: Final = 0.0005  # or the thread that hands rows to the client waits 5 ms for the one that reads the log
 _ID_TRIES: Final = 20  # ids of deleted runs that are passed over
 _FRESH_S: Final = 3600.0  # an alert older than this wakes nobody up
 _ALIKE: Final = {"running": {"running"}, "finished": {"finished"}, "failed": {"failed", "crashed", "killed"}}
@@ -78,6 +80,7 @@ class WandbSink:
         self._timeout_s = timeout_s
         self._pace = Pace(max_rows_per_minute)
         self._every = every
+        self._switch_s = sys.getswitchinterval()
         self._entity = os.environ.get("WANDB_ENTITY") or ""
         self._open_api: Any = None
         self._api_of = -1
@@ -95,6 +98,7 @@ class WandbSink:
     def open(self) -> None:
         """Contact the server."""
         wandb_client.require_key(self._url)
+        sys.setswitchinterval(_SWITCH_S)
         with wandb_client.translated(self._url):
             if not self._entity:
                 self._entity = self._api.default_entity or ""
@@ -103,6 +107,7 @@ class WandbSink:
 
     def close(self) -> None:
         """End the client's service, whatever it is at: what did not arrive is sent by the next sync."""
+        sys.setswitchinterval(self._switch_s)
         unfinished = bool(self._sessions)
         self._sessions.clear()
         self._open_api = None
