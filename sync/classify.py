@@ -77,6 +77,7 @@ class LoggedRun:
         settled_to: Tokens of the newest checkpoint on the path, or of the head's start if that is higher.
         segments: Those whose start record can be read.
         parts: By kind and segment.
+        state: running, stalled, finished, preempted, failed or lost: more exact than a tracker's own status.
     """
 
     run_id: str
@@ -93,6 +94,7 @@ class LoggedRun:
     recipe: dict[str, Any]
     segments: list[Segment]
     parts: dict[str, dict[int, Stretch]] = field(default_factory=dict)
+    state: str = ""
 
     def points(self, kind: str) -> int:
         """Return how many points of a kind the run has."""
@@ -144,6 +146,7 @@ def read_runs(con: duckdb.DuckDBPyConnection, only: Collection[str] | None = Non
             project=project or "llmtrack",
             name=name or run_id,
             status=shown,
+            state=status,
             parent_run=parent,
             fork={key: str(value) for key, value in fork.items() if value is not None},
             settled_to=max((n for n in (settled_to.get(run_id), head_start) if n is not None), default=None),

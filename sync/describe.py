@@ -48,7 +48,7 @@ def canonical_spec(run: LoggedRun, story: Story, generation: int, parent: str | 
         start_ms=run.start_ms,
         end_ms=run.end_ms,
         parent=parent,
-        facts=_lineage(run) | _origin(story) | _alert_facts(story) | _change_facts(run, story),
+        facts=_lineage(run) | _state(run) | _origin(story) | _alert_facts(story) | _change_facts(run, story),
         config=merged([setting.config for setting in story.settings]) or run.config,
         recipe=merged([setting.recipe for setting in story.settings]) or run.recipe,
         note=_note(run, story),
@@ -218,6 +218,11 @@ def _origin(story: Story) -> dict[str, str]:
         }
         facts |= {key: str(value) for key, value in known.items() if value}
     return facts
+
+
+def _state(run: LoggedRun) -> dict[str, str]:
+    # No tracker has a status for a run that hangs, and none tells a killed run from a lost one.
+    return {"state": run.state} if run.state else {}
 
 
 def _alert_facts(story: Story) -> dict[str, str]:

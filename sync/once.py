@@ -9,7 +9,7 @@ import gc
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -96,6 +96,7 @@ class Job:
         timeout_s: Seconds without any success after which the tracker counts as not reachable.
         jobs: How many runs at once.
         stop: Called, it ends whatever is under way, and what is begun later.
+        states: What a watcher knows better than the log by itself: `LoggedRun.state` by run id.
         patience: Shared by jobs that ask one tracker at a time; None: this one is alone.
     """
 
@@ -107,6 +108,7 @@ class Job:
     timeout_s: float
     jobs: int = 1
     stop: Stop = field(default_factory=Stop)
+    states: Mapping[str, str] = field(default_factory=dict)
     patience: Patience | None = None
 
     def cursor_path(self, run: LoggedRun) -> Path:
@@ -163,7 +165,7 @@ def select(
     def read() -> tuple[list[LoggedRun], dict[str, LoggedRun]]:
         runs = classify.read_runs(job.con, only)
         chosen = [
-            run
+            replace(run, state=job.states.get(run.run_id, run.state))
             for run in runs
             if (pattern is None or fnmatchcase(run.run_id, pattern)) and (only is None or run.run_id in only)
         ]

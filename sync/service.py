@@ -482,6 +482,7 @@ class Service:
             settings.options,
             settings.timeout_s,
             stop=lane.stop,
+            states={run_id: state for run_id in lane.run_ids if (state := self._stalls.status(run_id)) != "running"},
             patience=self._patience,
         )
         return once.sync(job, self._journal, set(lane.run_ids))

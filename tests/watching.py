@@ -90,6 +90,17 @@ def statuses(database: Path) -> dict[str, str]:
         )
 
 
+def states(database: Path) -> dict[str, str]:
+    """Return what each canonical run in MLflow is said to be, more exactly than MLflow's own status can."""
+    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as con:
+        return dict(
+            con.execute(
+                "SELECT i.value, s.value FROM tags s JOIN tags i USING (run_uuid)"
+                " WHERE s.key = 'llmtrack.state' AND i.key = 'llmtrack.run_id'"
+            ).fetchall()
+        )
+
+
 def difference(wanted: Curves, there: Curves) -> dict[Key, tuple[int, int]]:
     """Return for each run that is not as it should be how many points it lacks, and how many it has too many."""
     empty: Counter[Value] = Counter()

@@ -31,7 +31,7 @@ from llmtrack.sync.service import Service, Settings, _Signal
 from tests.faults import wait_until
 from tests.handmade import write_segment
 from tests.oracle import Point, Segment
-from tests.watching import Curves, difference, expected, statuses, stored
+from tests.watching import Curves, difference, expected, states, statuses, stored
 
 _LONG_S = 120.0  # for what must happen; nothing is asserted about how fast
 _TRAINER = Path(__file__).with_name("watched.py")
@@ -181,6 +181,7 @@ def test_a_killed_trainer_is_stalled_then_lost_and_back_and_the_others_go_on(
         with _training(watch.root, tmp_path / "ckpt", "dies"):
             wait_until(lambda: list((tmp_path / "ckpt").glob("dies-*.json")), "a checkpoint")
         wait_until(lambda: watch.journal.told("stalled"), "it is told to be stalled")
+        wait_until(lambda: states(watch.database).get("dies") in {"stalled", "lost"}, "the tracker says so too")
         other = llmtrack.open_run(watch.root, run_id="other", project="watched")
         other.log({"train/loss": 1.0}, step=1, tokens=100)
         wait_until(lambda: watch.journal.told("lost"), "it is told to be lost")
@@ -190,6 +191,7 @@ def test_a_killed_trainer_is_stalled_then_lost_and_back_and_the_others_go_on(
         with _training(watch.root, tmp_path / "ckpt", "dies", rows=30, RESUME=str(newest)) as process:
             assert process.wait() == 0
         wait_until(lambda: statuses(watch.database).get("dies") == "FINISHED", "it went on and finished")
+        assert states(watch.database)["dies"] == "finished"
         other.finish()
         watch.wait_for_all()
         wait_until(lambda: '"finished"' in out.read_text() and "other" in out.read_text(), "all was told")

@@ -129,6 +129,11 @@ def test_markdown_in_a_message_does_not_break_a_table() -> None:
     assert "| 10 | 1 | warn | spike | train/loss | a\\|b c |" in note
 
 
+def test_a_run_that_hangs_is_said_to() -> None:
+    """No tracker has a status of its own for that."""
+    assert canonical_spec(logged(state="stalled"), Story("run"), 1, None).facts["state"] == "stalled"
+
+
 def test_facts_of_many_changes_are_bounded_and_counted() -> None:
     """A configuration in which everything changed is better read as a whole."""
     settings = (Setting(1, {f"k{n}": 1 for n in range(80)}, {}), Setting(2, {f"k{n}": 2 for n in range(80)}, {}))
