@@ -322,3 +322,42 @@ def test_what_is_no_state_is_refused_and_changes_nothing() -> None:
             with pytest.raises(ValueError, match="no state of the detector"):
                 given.load_state_dict(strange)
         assert given.state_dict() == before
+
+
+def test_a_spike_on_a_curve_that_never_changed_is_found() -> None:
+    """However long it was constant; the first step of a value in bfloat16 is none."""
+    for points in (40, 200, 20_000):
+        detector = LossSpike()
+        assert not any(detector.update({LOSS: 2.0}) for _ in range(points))
+        assert detector.update({LOSS: 2.1}) is not None
+    detector = LossSpike()
+    assert not any(detector.update({LOSS: value}) for value in [2.0] * 100 + [2.015625] + [2.0] * 100)
+
+
+def test_a_loss_beyond_any_that_is_computed_with_is_as_good_as_infinite() -> None:
+    """No detector can square it, and it is no number that a training comes back from."""
+    finding = NonFinite().update({LOSS: 1e300})
+    assert finding is not None
+    assert finding.message == "train/loss is 1e+300"
+
+
+def test_infinite_gradient_norms_of_loss_scaling_are_told_some_times() -> None:
+    """Then only those that do not stand alone, and NaN."""
+    detector = NonFinite()
+    norms = [0.5] * 20_000
+    norms[300::300] = [math.inf] * len(norms[300::300])
+    found = [step for step, norm in enumerate(norms) if detector.update({LOSS: 2.0, "train/grad_norm": norm})]
+    assert found == [300, 600, 900]
+    rows = [(2.0, math.inf), (2.0, math.inf), (2.0, 0.5), (2.0, math.inf), (2.0, math.nan), (math.nan, math.inf)]
+    told = [detector.update({LOSS: loss, "train/grad_norm": norm}) for loss, norm in rows]
+    assert [finding and finding.level for finding in told] == [None, "warn", None, "warn", "error", "error"]
+
+
+def test_a_loss_that_overflows_is_told_in_few_digits() -> None:
+    """Of what a person is to read on a phone."""
+    detector = LossSpike()
+    for step in range(100):
+        detector.update({LOSS: 2.0 + 0.01 * (step * 7919 % 13)})
+    finding = detector.update({LOSS: 1e30})
+    assert finding is not None
+    assert len(finding.message) < 80

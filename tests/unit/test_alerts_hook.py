@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shlex
 import sys
 import threading
@@ -38,13 +39,14 @@ def test_a_function_is_called_with_each_alert_in_order() -> None:
     assert [(alert["step"], thread) for alert, thread in told] == [(step, "llmtrack-on-alert") for step in range(3)]
 
 
-def test_a_function_that_raises_is_called_again(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+def test_a_function_that_raises_is_called_again(error: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
     """For the next alert; what it raised is logged."""
     told: list[Any] = []
 
     def fail(alert: Any) -> None:
         told.append(alert)
-        raise OSError("nobody listens")
+        raise error("nobody listens")
 
     hook = Hook(fail)
     hook.tell(ALERT)
@@ -98,7 +100,7 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path: Path, cap
     assert hook.stop(_LONG_S)
     assert "was killed: it took longer than 2 s" in caplog.text
     pid = int((tmp_path / "pid").read_text(encoding="utf-8"))
-    assert not _is_running(pid)
+    assert _ends(pid)
 
 
 def test_a_command_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -132,10 +134,13 @@ def test_a_hook_without_an_alert_has_no_thread() -> None:
     assert threading.active_count() == threads
 
 
-def _is_running(pid: int) -> bool:
+def _ends(pid: int) -> bool:
+    """Wait for a process that was killed: it may still be on its way."""
     try:
-        os.kill(pid, 0)
+        process = os.pidfd_open(pid)
     except ProcessLookupError:
-        return False
-    status = Path(f"/proc/{pid}/stat")
-    return not status.exists() or status.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+        return True
+    try:
+        return bool(select.select([process], [], [], _LONG_S)[0])
+    finally:
+        os.close(process)

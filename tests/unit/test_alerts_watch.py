@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -207,9 +207,22 @@ def test_what_are_no_ids_is_refused(given: object) -> None:
         take_ids(given)
 
 
-def test_a_detector_that_raises_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    """It is said once."""
-    watch, told = watch_of(Broken(), Above())
+class Exits(Above):
+    """Ends the process, as it thinks."""
+
+    rule = "custom"
+
+    def update(self, values: Mapping[str, float]) -> Finding | None:
+        """Exit."""
+        raise SystemExit(len(values))
+
+
+@pytest.mark.parametrize("make", [Broken, Exits])
+def test_a_detector_that_raises_is_left_out_and_the_others_go_on(
+    make: Callable[[], Detector], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once; `sys.exit` would end the thread that writes the log."""
+    watch, told = watch_of(make(), Above())
     watch.look(rows_of([2.0, 2.0, 2.0]))
     assert len(told) == 1
     assert caplog.text.count("the detector custom:a failed") == 1
@@ -279,6 +292,14 @@ def test_what_is_no_state_is_refused(strange: Any) -> None:
     watch, _ = watch_of(Above())
     with pytest.raises(UsageError, match="no state"):
         watch.load_state_dict(strange)
+
+
+@pytest.mark.parametrize("strange", [5, None, "x", [3]])
+def test_a_state_whose_open_events_are_none_is_refused(strange: Any) -> None:
+    """At once: taken over later, it would end all looking."""
+    watch, _ = watch_of(Above())
+    with pytest.raises(UsageError, match="open is"):
+        watch.load_state_dict({**watch.state_dict(), "open": strange})
 
 
 def test_a_state_with_a_broken_detector_is_refused_as_a_whole() -> None:

@@ -14,6 +14,7 @@ Values = Mapping[str, float]
 LOSS: Final = "train/loss"
 GRAD_NORM: Final = "train/grad_norm"
 LARGEST: Final = 1e150  # beyond it a square is infinite
+_WRITTEN_OUT: Final = 1e6  # factors that are written with all their digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,11 @@ class Detector:
         taken = {name: _same_kind(self, name, state) for name in self.STATE}
         for name, value in taken.items():
             setattr(self, name, value)
+
+
+def short(factor: float) -> str:
+    """Return how many times something is, as a person reads it."""
+    return f"{factor:.1f}" if abs(factor) < _WRITTEN_OUT else f"{factor:.2g}"
 
 
 def _copy(value: Any) -> Any:

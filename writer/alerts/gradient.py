@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import exp, log
 from typing import Final
 
-from .detector import GRAD_NORM, LARGEST, Detector, Finding, Values
+from .detector import GRAD_NORM, LARGEST, Detector, Finding, Values, short
 
 _CLIP: Final = 2.5  # scales that one point may teach
 _MEAN_OF_ABS: Final = 1.2533  # a Gaussian's deviation, in its mean distance from the mean
@@ -149,5 +149,5 @@ class GradientSpike(Detector):
 
     def _finding(self, value: float, score: float) -> Finding:
         usual = exp(self.mean)
-        message = f"{self._metric} is {value:.4g}, {value / usual:.1f} times its usual {usual:.4g}"
+        message = f"{self._metric} is {value:.4g}, {short(value / usual)} times its usual {usual:.4g}"
         return Finding(self._metric, value, usual, score, message)

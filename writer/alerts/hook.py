@@ -86,7 +86,7 @@ class Hook:
                     self._call(alert)
                 else:
                     self._run(alert)
-            except Exception:  # noqa: BLE001  # whatever a caller's function raises: the next alert is to be told
+            except BaseException:  # noqa: BLE001  # whatever a caller's function does, sys.exit too: the next is to be told
                 _log.exception("llmtrack: on_alert failed")
 
     def _run(self, alert: Alert) -> None:

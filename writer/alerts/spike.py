@@ -6,7 +6,7 @@ from math import sqrt
 from statistics import median
 from typing import Final
 
-from .detector import LARGEST, LOSS, Detector, Finding, Values
+from .detector import LARGEST, LOSS, Detector, Finding, Values, short
 
 _CLIP: Final = 3.5  # deviations that one point may teach
 _TREND: Final = 0.1  # share of what the level learns that the trend learns
@@ -15,6 +15,7 @@ _YOUNG_TREND: Final = 6.0
 _TREND_KEPT: Final = 0.97  # of the trend at every point of an event
 _FORGETS: Final = 6.0  # at the start the noise is that of the last sixth of the curve: it was larger in the fall
 _QUANTUM_GROWTH: Final = 1.001  # at every point: a value may lose precision later on
+_COARSEST: Final = 1 / 128  # of a value: the largest step of bfloat16; a longer one is a change of the loss itself
 _ALONE: Final = 2.0  # deviations of the next point up to which one far out stood alone, and was noise
 _END: Final = 3.0  # deviations below which an event ends
 _RECENT: Final = 15  # values from which a new level is made
@@ -111,8 +112,10 @@ class LossSpike(Detector):
             self.quantum *= _QUANTUM_GROWTH
         expected = self.mean + self.trend
         residual = value - expected
-        floor = self.floor * (expected if expected >= 0.0 else -expected)
-        deviation = max(sqrt(self.variance), floor, 1e-300)
+        size = expected if expected >= 0.0 else -expected
+        # A curve that did not change so far has no step but that of its spike.
+        self.quantum = min(self.quantum, _COARSEST * size)
+        deviation = max(sqrt(self.variance), self.floor * size, 1e-300)
         score = residual / deviation
         if self.high_for:
             return self._go_on(value, expected, score)
@@ -175,5 +178,5 @@ class LossSpike(Detector):
         return self._finding(value, expected, score)
 
     def _finding(self, value: float, expected: float, score: float) -> Finding:
-        message = f"{self._metric} is {value:.4g}, {score:.1f} deviations above {expected:.4g}"
+        message = f"{self._metric} is {value:.4g}, {short(score)} deviations above {expected:.4g}"
         return Finding(self._metric, value, expected, score, message)

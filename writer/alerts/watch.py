@@ -246,7 +246,7 @@ class Watch:
         try:
             finding = watched.detector.update(values)
             return None if finding is None else _checked(finding)
-        except Exception:  # noqa: BLE001  # it may be the caller's own: the others, and the log, go on
+        except BaseException:  # noqa: BLE001  # it may be the caller's own, and exit: the others, and the log, go on
             watched.is_broken = True
             _log.exception("llmtrack: the detector %s failed, and looks at nothing from now on", watched.key)
         return None
@@ -367,6 +367,9 @@ class Watch:
         detectors = state.get("detectors") if isinstance(state, Mapping) else None
         if not isinstance(detectors, Mapping) or not isinstance(state.get("tokens"), int):
             raise UsageError(f"{state!r:.80} is no state of a run", hint="load what run.state_dict() returned")
+        was_open = state.get("open", ())
+        if not isinstance(was_open, list | tuple) or not all(isinstance(key, str) for key in was_open):
+            raise UsageError(f"open is {was_open!r:.80}", hint="load what run.state_dict() returned")
         if state.get("version") != _STATE_VERSION or state.get("recipe_hash") != self._recipe_hash:
             return
         for one in self._watched:

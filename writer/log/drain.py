@@ -291,7 +291,7 @@ class Drain:
     def _ask(self, question: Callable[[], list[Record]]) -> list[Record]:
         try:
             return question()
-        except Exception:  # noqa: BLE001  # whatever is wrong with it, the log goes on without it
+        except BaseException:  # noqa: BLE001  # whatever is wrong with it, if it exits too: the log goes on without it
             self._observer = None
             _log.exception("llmtrack: nothing looks at what is logged any more; the log itself goes on")
             return []
