@@ -6,7 +6,9 @@ import csv
 import datetime as dt
 import io
 import json
+import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,16 +27,43 @@ _UNBOUNDED: Final = 10_000  # columns: what goes into a file or a pipe is not cu
 _MINUTE_S: Final = 60
 _HOUR_S: Final = 3600
 _DAY_S: Final = 86_400
+_DIGITS: Final = 4
+_MOST_DIGITS: Final = 17  # that a float has
+# What moves the cursor, colours what comes after it, or turns the direction of a line.
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
 
-def tokens(count: int | None) -> str:
-    """Return a number of tokens in three or four digits and a unit."""
+def visible(text: str) -> str:
+    """Return a text on one line, without what would do something to a terminal."""
+    if text.isprintable():
+        return text
+    return _CONTROL.sub("�", " ".join(text.splitlines()).replace("\t", " "))
+
+
+def tokens(count: int | None, digits: int = _DIGITS) -> str:
+    """Return a number of tokens in three or four digits, or more, and a unit."""
     if count is None:
         return ""
     for size, unit in _UNITS:
         if abs(count) >= size:
-            return f"{count / size:.4g}{unit}"
+            return f"{count / size:.{digits}g}{unit}"
     return str(count)
+
+
+def digits_between(first: float, last: float) -> int:
+    """Return how many digits numbers of tokens between two ends need, so that they can be told apart."""
+    span_ = abs(last - first)
+    far = max(abs(first), abs(last))
+    return _DIGITS if not span_ else min(_DIGITS + int(math.log10(max(far / span_, 1.0))), _MOST_DIGITS)
+
+
+def tokens_apart(counts: Sequence[int]) -> list[str]:
+    """Return numbers of tokens with as many digits as it takes to tell them apart, four at least."""
+    for digits in range(_DIGITS, _MOST_DIGITS + 1):
+        texts = [tokens(count, digits) for count in counts]
+        if len(set(texts)) == len(set(counts)):
+            return texts
+    return list(map(str, counts))
 
 
 def size(count_bytes: int) -> str:
@@ -108,6 +137,7 @@ def print_table(
         rows: Texts, as long as the columns each.
         styles: ANSI codes for whole cells, by their text, e.g. ``{"failed": "31"}``; used on a terminal only.
     """
+    columns, rows = [visible(name) for name in columns], [[visible(text) for text in row] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     is_number = [
         all(_is_number(row[index]) for row in rows if row[index]) and any(row[index] for row in rows)
@@ -126,7 +156,7 @@ def print_table(
 
     sys.stdout.write(line(columns) + line([""] * len(columns), "─"))
     for row in rows:
-        sys.stdout.write(line([" ".join(text.splitlines()) for text in row]))
+        sys.stdout.write(line(row))
 
 
 def show(*parts: RenderableType) -> None:

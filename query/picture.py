@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from llmtrack.writer.errors import UsageError
 
-from .layout import tokens
+from .layout import digits_between, tokens
 from .marks import at_tokens
 from .plot import Curve
 
@@ -239,7 +239,7 @@ def _dress(axes: Axes, axis: str) -> None:
         axes.xaxis.set_major_locator(locator)
         axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, tz=dt.UTC))  # type: ignore[no-untyped-call]
     else:
-        axes.xaxis.set_major_formatter(lambda place, _: tokens(round(place)))
+        axes.xaxis.set_major_formatter(lambda place, _: tokens(round(place), digits_between(*axes.get_xlim())))
 
 
 def _rendered(figure: Figure, kind: str) -> bytes:

@@ -303,10 +303,10 @@ def _print_comparison(found: Any) -> None:
         heads,
         [
             [
-                layout.tokens(place),
+                place,
                 *(number(row["value"]) for row in rows),
                 *(f"{row['difference']:+.4g}" if row["difference"] is not None else "" for row in rows[1:]),
             ]
-            for place, rows in by_place.items()
+            for place, rows in zip(layout.tokens_apart(found.grid), by_place.values(), strict=True)
         ],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -49,6 +50,7 @@ _COLOURS: Final = {
 _FETCHED: Final = 4096  # rows at a time
 _Y_LABELS: Final = 5
 _X_LABEL_WIDTH: Final = 22
+_FLOAT_POWER: Final = 300  # beyond it a label may be no number, though the value is one
 _SHORT_S: Final = 3_600 * 6  # a span of time whose minutes are not enough to tell its places apart
 
 
@@ -162,7 +164,7 @@ def draw(
     """
     rows = list(curve.rows())
     drawn = [row for row in rows if math.isfinite(row["value"]) and (row["value"] > 0 or not log_y)]
-    title = f"{curve.name}  {curve.run_id}"
+    title = f"{layout.visible(curve.name)}  {curve.run_id}"
     if not drawn:
         return f"{title}: {curve.counts()[0]} points, and none that can be drawn"
     scale = _Scale.of(rows, drawn, axis, log_y=log_y)
@@ -202,7 +204,8 @@ class _Scale:
         values = [math.log10(row["value"]) if log_y else row["value"] for row in drawn]
         low, high = min(values), max(values)
         if low == high:
-            low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+            around = 0.5 if log_y else (abs(low) or 1.0) / 2
+            low, high = max(low - around, -sys.float_info.max), min(high + around, sys.float_info.max)
         return cls(axis, min(places), max(places), low, high, log_y)
 
     def x(self, place: float) -> float:
@@ -215,14 +218,21 @@ class _Scale:
 
     def y_label(self, part: float) -> str:
         value = self.low * (1 - part) + self.high * part  # the difference of the two may be no number
-        return f"{10**value if self.log_y else value:.4g}"
+        if not self.log_y:
+            return f"{value:.4g}"
+        power = math.floor(value)
+        if abs(power) < _FLOAT_POWER:
+            return f"{10**value:.4g}"
+        return f"{10 ** (value - power):.4g}e{power:+d}"
 
     def x_label(self, part: float) -> str:
         place = self.first_x + (self.last_x - self.first_x) * part
         if self.axis == "time":
             time = dt.datetime.fromtimestamp(place, dt.UTC)
             return layout.moment(time) if self.last_x - self.first_x > _SHORT_S else f"{time:%H:%M:%S}"
-        return layout.tokens(round(place)) if self.axis == "tokens" else f"{place:.0f}"
+        if self.axis == "step":
+            return f"{place:.0f}"
+        return layout.tokens(round(place), layout.digits_between(self.first_x, self.last_x))
 
     def x_labels(self, width: int) -> str:
         count = max(2, min(6, width // _X_LABEL_WIDTH + 1))

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import duckdb
 
-from .layout import tokens
+from .layout import tokens, visible
 from .views import refresh
 
 POLL_S: Final = 1.0  # how often is looked for something new; the writer flushes as often
@@ -200,13 +200,17 @@ def follow(follower: Follower, *, lines: int = LINES, wait: Callable[[], object]
         status = follower.status()
 
 
-def line(event: Event, *, shown: int | None = None) -> str:  # noqa: PLR0911 - a table of what each kind says
-    """Return an event as a line.
+def line(event: Event, *, shown: int | None = None) -> str:
+    """Return an event as a line, whatever is in the names and messages.
 
     Args:
         event: From a `Follower`.
         shown: How many values of a row are written out; None: all.
     """
+    return visible(_text(event, shown))
+
+
+def _text(event: Event, shown: int | None) -> str:  # noqa: PLR0911 - a table of what each kind says
     match event["kind"]:
         case "row":
             pairs = [f"{name}={value:.6g}" for name, value in _loss_first(event["values"])]

@@ -9,7 +9,7 @@ from typing import Final
 from rich.text import Text
 from rich.tree import Tree
 
-from .layout import moment, span, tokens
+from .layout import moment, span, tokens, visible
 from .runs import Row, RunDescription, changed_keys
 
 _GOOD: Final = "green"
@@ -29,7 +29,7 @@ def run_tree(described: RunDescription) -> Tree:
     title.append(f"  {_count(len(described.segments), 'segment')}")
     for key in ("project", "run_name"):
         if run.get(key):
-            title.append(f"  {run[key]}", style=_PALE)
+            title.append(f"  {visible(run[key])}", style=_PALE)
     tree = Tree(title)
     if run.get("parent_run"):
         forked = next((row for row in described.segments if row["from_run"] == run["parent_run"]), None)
@@ -82,7 +82,7 @@ def _notes(row: Row) -> Iterator[Text]:
     for damage in row["damages"]:
         yield _damage(damage)
     if row["detail"]:
-        yield Text(row["detail"].splitlines()[0], style=_PALE)
+        yield Text(visible(row["detail"].splitlines()[0]), style=_PALE)
 
 
 def _origin(row: Row, run_id: str) -> str:
@@ -96,7 +96,7 @@ def _add_fork(tree: Tree, verb: str, run_id: str, row: Row, recipe_diff: str | N
     reason = f" ({row['fork_reason']})" if row["fork_reason"] else ""
     branch = tree.add(Text(f"{verb} {run_id} at {tokens(row['fork_tokens'])}{reason}", style="cyan"))
     for change in changed_keys(recipe_diff):
-        branch.add(Text(change))
+        branch.add(Text(visible(change)))
 
 
 def _damage(row: Row) -> Text:

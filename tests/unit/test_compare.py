@@ -128,3 +128,13 @@ def test_the_command_prints_a_table_json_and_a_picture(root: Path, tmp_path: Pat
     assert picture.read_bytes().startswith(b"<?xml")
     status, _, err = llmtrack("compare", "loss", "a", "--root", root, "-o", tmp_path / "x.gif")
     assert (status, err.splitlines()[-1]) == (1, "  try: end its name with .png or .svg")
+
+
+def test_places_are_told_apart_however_far_the_runs_are(tmp_path: Path, llmtrack: Call) -> None:
+    """At 10^15 tokens four digits are the same everywhere."""
+    points = [Point(10**15 + t * 4_000_000, "loss", 1.0) for t in range(100)]
+    write_segment(tmp_path, Segment("a", 1, points=points))
+    status, out, _ = llmtrack("compare", "loss", "a", "--root", tmp_path)
+    places = [line.split()[0] for line in out.splitlines()[2:]]
+    assert status == 0
+    assert len(places) == len(set(places)) == 12

@@ -84,3 +84,36 @@ def test_a_fork_shows_what_is_missing_in_its_parents_part(tmp_path: Path) -> Non
         width = 100 - 8
         assert first / width == pytest.approx(50 / 290, abs=0.1)
         assert last / width == pytest.approx(70 / 290, abs=0.1)
+
+
+def test_values_near_the_ends_of_the_numbers_have_labels(tmp_path: Path) -> None:
+    """On both kinds of axes."""
+    write_segment(
+        tmp_path,
+        Segment("a", 1, points=[Point(t, n, v) for t in (1, 2) for n, v in (("huge", 1.7e308), ("tiny", 5e-324))]),
+    )
+    with query.connect(tmp_path) as con:
+        huge, tiny = plot.read_curves(con, "a", ["huge", "tiny"])
+    assert "e+308┤" in plot.draw(huge, log_y=True)
+    assert "e-324┤" in plot.draw(tiny, log_y=True)
+    assert "inf" not in plot.draw(huge)
+    assert "nan" not in plot.draw(huge)
+
+
+def test_places_are_told_apart_however_far_the_run_is(tmp_path: Path) -> None:
+    """At 10^15 tokens four digits are the same everywhere."""
+    points = [Point(10**15 + t * 4_000_000, "loss", 1.0) for t in range(100)]
+    write_segment(tmp_path, Segment("a", 1, points=points))
+    with query.connect(tmp_path) as con:
+        (curve,) = plot.read_curves(con, "a", ["loss"])
+    labels = plot.draw(curve).splitlines()[-2].split()[:-1]
+    assert len(labels) > 2
+    assert len(set(labels)) == len(labels)
+
+
+def test_a_name_does_nothing_to_the_terminal(tmp_path: Path) -> None:
+    """It stays on its line, uncoloured, and from left to right."""
+    write_segment(tmp_path, Segment("a", 1, points=[Point(1, "a\n\x1b[31m\u202eb", 1.0)]))
+    with query.connect(tmp_path) as con:
+        (curve,) = plot.read_curves(con, "a", ["*"])
+    assert plot.draw(curve).splitlines()[0] == "a �[31m�b  a"

@@ -254,3 +254,9 @@ def test_a_typo_is_told_what_was_meant(finished: Path, llmtrack: Call) -> None:
     status, out, err = llmtrack("tail", "a", "--metric", "train/los", "--root", finished)
     assert (status, out) == (1, "")
     assert "has no metric 'train/los'\n  try: one of train/loss" in err
+
+
+def test_a_row_is_one_line_whatever_its_metrics_are_called() -> None:
+    """And does nothing to the terminal."""
+    event = {"kind": "row", "time": None, "step": 1, "tokens": 10, "values": {"a\nb": 1.0, "\x1b[2Jc": 2.0}}
+    assert tail.line(event) == "  step 1  10  �[2Jc=2  a b=1"
