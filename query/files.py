@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import errno
+import functools
 import json
 import os
 import re
@@ -16,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llmtrack.writer.format import HEARTBEAT, PART_FILE, RUN_FOLDER, SCHEMAS, SEGMENT_FOLDER
-from llmtrack.writer.log.seal import CHECK_KEY, DIGEST_KEY, OURS, digest_of
+from llmtrack.writer.log.seal import CHECK_KEY, OURS, digest_of
 
 from .columns import EPOCH
 
@@ -28,25 +30,11 @@ _PARQUET_TAIL_BYTES: Final = 8  # the length of the footer, and the magic number
 _PARQUET_LEAST_BYTES: Final = 12
 # How Thrift writes the key in the footer and, behind it, the eight characters of the value.
 _CHECK: Final = CHECK_KEY.encode() + b"\x18\x08"
-_TOKENS_MIN: Final = re.compile(rb"llmtrack\.tokens_min\x18[\x01-\x13](\d{1,19})")
-_DIGEST: Final = re.compile(DIGEST_KEY.encode().replace(b".", rb"\.") + rb"\x18\x20([0-9a-f]{32})")
-_NO_ROWS: Final = b"llmtrack.rows\x18\x010"
+_FIRST_KEY: Final = b"llmtrack.format\x18"  # the others follow
+# The length of a value stands before it, and the end of a pair behind it.
+_PAIR: Final = re.compile(rb"llmtrack\.(\w+)\x18[\x80-\xff]{0,3}[\x00-\x7f]([^\x00]*)\x00")
 _UNITS_PER_S: Final = {"milliseconds": 10**3, "microseconds": 10**6, "nanoseconds": 10**9}
 _FOOTER_BYTES: Final = 64 << 10  # of most sealed parts; a larger footer is read by itself
-
-
-class Sealed(NamedTuple):
-    """What a look at a Parquet file says.
-
-    Attributes:
-        fault: Why it cannot be read, or must not be; nothing when it can.
-        first_tokens: The lowest tokens in it; None when it does not say.
-        digest: Of its rows; None when it does not say, or has none.
-    """
-
-    fault: str
-    first_tokens: int | None = None
-    digest: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +45,26 @@ class Reached:
     step: int
     tokens: int
     dropped: int | None = None
+
+
+class Sealed(NamedTuple):
+    """What a look at a Parquet file says: all but `fault` is what its footer promises, None where it does not.
+
+    Attributes:
+        fault: Why it cannot be read, or must not be; nothing when it can.
+        first_tokens: The lowest tokens in it.
+        digest: Of its rows, if it has any.
+        first_seq: The lowest `seq` in it.
+        reached: The furthest place in it.
+        names: Its metrics.
+    """
+
+    fault: str
+    first_tokens: int | None = None
+    digest: bytes | None = None
+    first_seq: int | None = None
+    reached: Reached | None = None
+    names: frozenset[str] | None = None
 
 
 @dataclass
@@ -151,26 +159,11 @@ def look_at_sealed(path: str) -> Sealed:
 
 
 def parse_sealed(path: str) -> Sealed:
-    """Look at the end of a Parquet file, and parse its footer: what passes, DuckDB can open."""
+    """Look at the end of a Parquet file, and see that DuckDB can open it.
+
+    A small file is read whole, and its checksum compared: that takes less time than parsing its footer.
+    """
     return _look_at_end(path, parse=True)
-
-
-def _look_at_end(path: str, *, parse: bool) -> Sealed:
-    try:
-        data, size = _read_end(path, _FOOTER_BYTES)
-    except OSError as error:
-        return Sealed(os.strerror(error.errno or 0))
-    if fault := _tail_fault(data[-_PARQUET_TAIL_BYTES:], size):
-        return Sealed(fault)
-    footer_bytes = int.from_bytes(data[-8:-4], "little")
-    if footer_bytes + _PARQUET_TAIL_BYTES > len(data):
-        data, _ = _read_end(path, footer_bytes + _PARQUET_TAIL_BYTES)
-    if parse:
-        try:
-            pq.ParquetFile(pa.BufferReader(_PARQUET_MAGIC + data)).close()
-        except (pa.ArrowException, OSError, ValueError) as error:
-            return Sealed(str(error).partition("\n")[0])
-    return Sealed("", *_promises(data[-_PARQUET_TAIL_BYTES - footer_bytes :]))
 
 
 def check_sealed(path: str) -> Sealed:
@@ -182,26 +175,75 @@ def check_sealed(path: str) -> Sealed:
         data, _ = _read_end(path)
     except OSError as error:
         return Sealed(os.strerror(error.errno or 0))
-    if fault := _tail_fault(data[-_PARQUET_TAIL_BYTES:], len(data)):
-        return Sealed(fault)
+    return _tail_fault(data, len(data)) or _check_whole(path, data)
+
+
+def _look_at_end(path: str, *, parse: bool) -> Sealed:
+    try:
+        data, size = _read_end(path, _FOOTER_BYTES)
+        if fault := _tail_fault(data, size):
+            return fault
+        footer_bytes = int.from_bytes(data[-8:-4], "little") + _PARQUET_TAIL_BYTES
+        if footer_bytes > len(data):
+            data, _ = _read_end(path, footer_bytes)
+    except OSError as error:
+        return Sealed(os.strerror(error.errno or 0))
+    if parse and len(data) == size and data.rfind(_CHECK) >= 0:
+        return _check_whole(path, data)
+    if parse:
+        try:
+            pq.ParquetFile(pa.BufferReader(_PARQUET_MAGIC + data)).close()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            return Sealed(str(error).partition("\n")[0])
+    return _promises(data[-footer_bytes:])
+
+
+def _check_whole(path: str, data: bytes) -> Sealed:
     footer_begin = len(data) - _PARQUET_TAIL_BYTES - int.from_bytes(data[-8:-4], "little")
-    footer = data[footer_begin:]
-    at = footer.rfind(_CHECK)
+    at = data.rfind(_CHECK, footer_begin)
     if at < 0:  # another program's, whose pages may have checksums
-        fault = "fails its checksum" if OURS in footer else pages_fault(path)
+        fault = "fails its checksum" if data.find(OURS, footer_begin) >= 0 else pages_fault(path)
         return Sealed(fault, None, None if fault else digest_of(Path(path)))
-    digits = footer_begin + at + len(_CHECK)
+    digits = at + len(_CHECK)
     whole = memoryview(data)
     crc = zlib.crc32(whole[digits + 8 :], zlib.crc32(b"00000000", zlib.crc32(whole[:digits])))
-    is_intact = f"{crc:08x}".encode() == data[digits : digits + 8]
-    return Sealed("" if is_intact else "fails its checksum", *_promises(footer))
+    if f"{crc:08x}".encode() != data[digits : digits + 8]:
+        return Sealed("fails its checksum")
+    return _promises(data[footer_begin:])
 
 
-def _promises(footer: bytes) -> tuple[int | None, bytes | None]:
-    """Return the lowest tokens and the digest that a footer has, without parsing it: a tenth of a millisecond."""
-    first, digest = _TOKENS_MIN.search(footer), _DIGEST.search(footer)
-    has_rows = digest is not None and _NO_ROWS not in footer
-    return int(first[1]) if first else None, digest[1] if digest is not None and has_rows else None
+def _promises(footer: bytes) -> Sealed:
+    """Return what a footer says, without parsing it: a hundredth of the time."""
+    begin = footer.rfind(_FIRST_KEY)
+    said: dict[bytes, bytes] = dict(_PAIR.findall(footer, begin)) if begin >= 0 else {}
+    tokens_max, step_max, time_max = (_integer(said.get(key)) for key in (b"tokens_max", b"step_max", b"time_max"))
+    reached = None
+    if tokens_max is not None and step_max is not None and time_max is not None:
+        with contextlib.suppress(OverflowError):  # beyond the year 9999
+            reached = Reached(EPOCH + dt.timedelta(milliseconds=time_max), step_max, tokens_max)
+    return Sealed(
+        "",
+        _integer(said.get(b"tokens_min")),
+        said.get(b"source_digest") if said.get(b"rows") != b"0" else None,
+        _integer(said.get(b"seq_first")),
+        reached,
+        _names(said[b"names"]) if b"names" in said else None,
+    )
+
+
+def _integer(text: bytes | None) -> int | None:
+    try:
+        return int(text) if text else None
+    except ValueError:
+        return None
+
+
+@functools.lru_cache(maxsize=64)  # the same in most parts
+def _names(text: bytes) -> frozenset[str] | None:
+    try:
+        return frozenset(json.loads(text))
+    except (ValueError, TypeError):
+        return None
 
 
 def _read_end(path: str, most_bytes: int | None = None) -> tuple[bytes, int]:
@@ -231,24 +273,16 @@ def pages_fault(path: str) -> str:
     return ""
 
 
-def _tail_fault(tail: bytes, size: int) -> str:
+def _tail_fault(data: bytes, size: int) -> Sealed | None:
     if size < _PARQUET_LEAST_BYTES:
-        return "is too short for a Parquet file"
-    if tail[4:] != _PARQUET_MAGIC or int.from_bytes(tail[:4], "little") > size - _PARQUET_LEAST_BYTES:
-        return "has no Parquet footer at its end"
-    return ""
-
-
-def sealed_first_seq(path: str) -> int | None:
-    """Return the lowest `seq` of a sealed part from its footer; None when it does not say."""
-    try:
-        return int((pq.read_metadata(path).metadata or {})[b"llmtrack.seq_first"])
-    except (pa.ArrowException, OSError, KeyError, ValueError):
-        return None
+        return Sealed("is too short for a Parquet file")
+    if data[-4:] != _PARQUET_MAGIC or int.from_bytes(data[-8:-4], "little") > size - _PARQUET_LEAST_BYTES:
+        return Sealed("has no Parquet footer at its end")
+    return None
 
 
 def sealed_reached(path: str) -> Reached | None:
-    """Return the last place in a sealed part from the statistics in its footer; None when it has none."""
+    """Return the last place in a sealed part that does not say it, from the statistics in its footer; None without."""
     last: dict[str, Any] = {}
     try:
         data, _ = _read_end(path, _FOOTER_BYTES)

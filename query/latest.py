@@ -6,7 +6,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import duckdb
@@ -14,14 +13,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from llmtrack.writer.errors import FormatError
-from llmtrack.writer.format import SEALED_SUFFIX, part_name, segment_folder
+from llmtrack.writer.format import OPEN_SUFFIX, SEALED_SUFFIX
 from llmtrack.writer.log.stream import decode_parts, read_raw_part
 
 from .columns import to_column
-from .files import check_sealed, list_segment, size_of
+from .files import check_sealed, size_of
+from .log import Log
+from .views import log_of
 
 _TAIL_BYTES: Final = 256 << 10  # of an open part: the last second of a busy run, the last hour of most
-_PARTS: Final = 5  # of one run: where the newest have nothing, the run does not log the metric
+_PARTS: Final = 5  # of one run that may have it: where the newest have nothing, the run does not log the metric
 # Where the curve of each run runs, its newest stretch first.
 _SPANS: Final = """
     SELECT run_id, source_run, segment, lo, hi
@@ -49,22 +50,20 @@ class _Part:
         return self.path.endswith(SEALED_SUFFIX)
 
 
-def last_values(
-    con: duckdb.DuckDBPyConnection, root: Path, name: str, run_ids: Collection[str]
-) -> dict[str, tuple[int, float]]:
+def last_values(con: duckdb.DuckDBPyConnection, name: str, run_ids: Collection[str]) -> dict[str, tuple[int, float]]:
     """Return tokens and value of the last point on the curve of each run; nothing of one whose newest parts have none.
 
     Args:
-        con: Made by `connect`, of that root; points are not needed.
-        root: The folder that holds the runs.
+        con: Made by `connect`; points are not needed.
         name: The metric.
         run_ids: Of which runs.
     """
+    log = log_of(con)
     spans: dict[str, list[tuple[str, int, int, int]]] = defaultdict(list)
     for run_id, *span in con.execute(_SPANS).fetchall():
         if run_id in run_ids:
             spans[run_id].append((span[0], span[1], span[2], span[3]))
-    waiting = {run_id: itertools.islice(_newest_first(root, places), _PARTS) for run_id, places in spans.items()}
+    waiting = {run_id: itertools.islice(_newest_first(log, places, name), _PARTS) for run_id, places in spans.items()}
     found: dict[str, tuple[int, float]] = {}
     while waiting:  # most runs have it in their newest part
         asked = {run_id: part for run_id, parts in waiting.items() if (part := next(parts, None)) is not None}
@@ -77,16 +76,21 @@ def last_values(
     return found
 
 
-def _newest_first(root: Path, places: Sequence[tuple[str, int, int, int]]) -> Iterator[_Part]:
+def _newest_first(log: Log, places: Sequence[tuple[str, int, int, int]], name: str) -> Iterator[_Part]:
+    """Yield the parts that may have the metric."""
     for source_run, segment, lo, hi in places:
-        folder = str(segment_folder(root, source_run, segment))
-        listing = list_segment(folder)
-        opened = {part: path for (table, part), path in listing.open.items() if table == "metrics"}
-        for part in sorted({*opened, *listing.sealed}, reverse=True):
-            path = f"{folder}/{part_name('metrics', part, SEALED_SUFFIX)}"
-            is_sealed = part in listing.sealed and not check_sealed(path).fault
-            if is_sealed or part in opened:
-                yield _Part(path if is_sealed else opened[part], lo, hi)
+        for path, names in log.newest_parts(source_run, segment):
+            if names is not None and name not in names:
+                continue
+            if path.endswith(SEALED_SUFFIX):
+                sealed = path
+            elif size_of(path):
+                yield _Part(path, lo, hi)
+                continue
+            else:  # sealed since the log was read
+                sealed = path.removesuffix(OPEN_SUFFIX) + SEALED_SUFFIX
+            if not check_sealed(sealed).fault:
+                yield _Part(sealed, lo, hi)
 
 
 def _last_sealed(con: duckdb.DuckDBPyConnection, parts: Sequence[_Part], name: str) -> dict[_Part, tuple[int, float]]:

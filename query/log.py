@@ -34,6 +34,7 @@ from .files import (
     VANISHED,
     Listing,
     Reached,
+    Sealed,
     check_sealed,
     list_names,
     list_segment,
@@ -42,7 +43,6 @@ from .files import (
     owner_of,
     parse_sealed,
     read_heartbeat,
-    sealed_first_seq,
     sealed_reached,
     size_of,
 )
@@ -97,8 +97,8 @@ class _Segment:
     heartbeat: Reached | None = None
     reached: Reached | None = None  # by its points
     reached_part: int = 0  # the sealed part that was asked last
-    sealed_seqs: dict[int, int | None] = field(default_factory=dict)
-    digests: dict[int, bytes | None] = field(default_factory=dict)  # of sealed parts
+    looks: dict[int, Sealed] = field(default_factory=dict)  # at sealed parts
+    listed_open: tuple[int, ...] = ()  # the open parts of metrics that were there, read or not
 
     @property
     def key(self) -> _Key:
@@ -107,17 +107,12 @@ class _Segment:
     def sealed_path(self, part: int) -> str:
         return f"{self.folder}/{part_name('metrics', part, SEALED_SUFFIX)}"
 
-    def sealed_first_seq(self, part: int) -> int | None:
-        if part not in self.sealed_seqs:
-            self.sealed_seqs[part] = sealed_first_seq(self.sealed_path(part))
-        return self.sealed_seqs[part]
-
     def copied_from(self, part: int) -> int | None:
         """Return another sealed part that has the same rows: somebody copied the file, and they count once."""
-        digest = self.digests.get(part)
+        digest = self.looks[part].digest
         if digest is None:
             return None
-        same = (other for other, other_digest in self.digests.items() if other_digest == digest)
+        same = (other for other, look in self.looks.items() if look.digest == digest)
         return next((other for other in same if other != part and self.sealed.get(other)), None)
 
     def reach(self, place: Reached | None) -> None:
@@ -181,6 +176,18 @@ class Log:
             for part, is_sound in sorted(segment.sealed.items())
             if is_sound
         ]
+
+    def newest_parts(self, run_id: str, number: int) -> Iterator[tuple[str, frozenset[str] | None]]:
+        """Yield the parts of a segment's points, the last one first, and which metrics a part has, if it says so."""
+        segment = self._runs.get(run_id, {}).get(number)
+        if segment is None:
+            return
+        sound = {part for part, is_sound in segment.sealed.items() if is_sound}
+        for part in sorted({*sound, *segment.listed_open}, reverse=True):
+            if part in sound:
+                yield segment.sealed_path(part), segment.looks[part].names
+            else:
+                yield f"{segment.folder}/{part_name('metrics', part)}", None
 
     def eval_files(self) -> list[str]:
         """Return the paths of the files of evals that can be read."""
@@ -317,7 +324,8 @@ class Log:
         for part in sorted(listing.sealed):
             if not segment.sealed.get(part):  # a copy that is under way may be whole the next time
                 path = segment.sealed_path(part)
-                fault, segment.first_tokens[part], segment.digests[part] = self._look(path)
+                look = segment.looks[part] = self._look(path)
+                fault, segment.first_tokens[part] = look.fault, look.first_tokens
                 original = None if fault else segment.copied_from(part)
                 if original is not None:
                     fault = f"is a copy of {part_name('metrics', original, SEALED_SUFFIX)}"
@@ -327,6 +335,7 @@ class Log:
                 read_earlier = segment.open.pop(("metrics", part), None)
                 if read_earlier is not None and read_earlier.last_seq >= 0:
                     news.taken_back.append((*segment.key, part, 0))
+        segment.listed_open = tuple(part for table, part in listing.open if table == "metrics")
         return listing
 
     def _is_sound(self, path: str, fault: str) -> bool:
@@ -403,7 +412,7 @@ class Log:
             last = max((part for part, is_sound in segment.sealed.items() if is_sound), default=0)
             if last > segment.reached_part and not segment.ended:
                 segment.reached_part = last
-                segment.reach(sealed_reached(segment.sealed_path(last)))
+                segment.reach(segment.looks[last].reached or sealed_reached(segment.sealed_path(last)))
             self._faults.pop(segment.folder, None)
             return found
         # Listed and not there, again and again: a network file system's cache, or files that come and go.
@@ -429,7 +438,7 @@ class Log:
         later_sealed = {part for part, is_sound in segment.sealed.items() if is_sound and part > oldest > 0}
         for part in sorted({*parts, *later_sealed}, reverse=True):
             if part in later_sealed:
-                before_seq = _lower(before_seq, segment.sealed_first_seq(part))
+                before_seq = _lower(before_seq, segment.looks[part].first_seq)
                 continue
             progress = segment.open.setdefault(("metrics", part), _Progress())
             if before_seq is not None and progress.last_seq >= before_seq:

@@ -128,7 +128,7 @@ def list_runs(con: duckdb.DuckDBPyConnection, root: Path, names: Sequence[str] =
     if names:
         wanted = set(select_runs([row["run_id"] for row in rows], names))
         rows = [row for row in rows if row["run_id"] in wanted]
-    losses = last_values(con, root, LOSS, {row["run_id"] for row in rows})
+    losses = last_values(con, LOSS, {row["run_id"] for row in rows})
     for row in rows:
         row["loss_tokens"], row["loss"] = losses.get(row["run_id"], (None, None))
         row["size_bytes"] = folder_bytes(str(run_folder(root, row["run_id"])))

@@ -208,6 +208,15 @@ def set_aside(con: duckdb.DuckDBPyConnection, path: str, reason: str) -> None:
     refresh(con)
 
 
+def log_of(con: duckdb.DuckDBPyConnection) -> Log:
+    """Return the log that a connection was filled from, as it was read last.
+
+    Raises:
+        UsageError: The connection was not made by `connect`.
+    """
+    return _state(con).log
+
+
 @contextlib.contextmanager
 def _collector_at_rest() -> Iterator[None]:
     """Keep the garbage collector from looking, again and again, through what a long listing has just made: a sixth."""

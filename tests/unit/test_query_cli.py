@@ -24,7 +24,7 @@ from llmtrack.query import canvas, connect, console, latest, layout
 from llmtrack.query.select import select_run, select_runs
 from llmtrack.writer.errors import CorruptSegmentError, UsageError
 from llmtrack.writer.format import SCHEMAS, part_name
-from llmtrack.writer.log.seal import seal_segment
+from llmtrack.writer.log.seal import seal_part, seal_segment
 from llmtrack.writer.log.stream import encode_head
 from tests.handmade import DAY, write_heartbeat, write_part, write_segment
 from tests.oracle import Point, Segment
@@ -202,6 +202,17 @@ def test_the_last_loss_of_a_long_open_part_is_found_at_its_end(llmtrack: Command
         "end": (2.0, 60_000),
         "beginning": (9.0, 50),
     }
+
+
+def test_parts_that_say_that_they_lack_the_loss_are_passed_over(llmtrack: Command, tmp_path: Path) -> None:
+    """However many there are: the last loss lies before them."""
+    folder = write_segment(tmp_path, Segment("a", 1))
+    for part in range(1, 10):
+        name = "train/loss" if part == 1 else "eval/loss"
+        rows = [{"seq": part, "tokens": part, "name": name, "value": part / 4}]
+        seal_part(write_part(folder, "metrics", rows, part=part))
+    (row,) = llmtrack("ls", "--root", tmp_path, "--json").rows
+    assert (row["loss"], row["loss_tokens"], row["tokens"]) == (0.25, 1, 9)
 
 
 # show

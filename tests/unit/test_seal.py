@@ -59,7 +59,10 @@ def test_a_sealed_part_says_what_is_in_it(part: Path) -> None:
         "llmtrack.seq_last": "8",
         "llmtrack.tokens_min": "500",
         "llmtrack.tokens_max": "800",
+        "llmtrack.step_max": "8",
+        "llmtrack.time_max": "8000",
         "llmtrack.rows": "8",
+        "llmtrack.names": '["m/1","m/2"]',
     }
 
 

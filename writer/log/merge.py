@@ -71,7 +71,8 @@ class SortedPoints:
 
     Attributes:
         points: How many.
-        extent: The lowest and the highest value of `seq` and `tokens`; None without any point.
+        names: Of the metrics, sorted.
+        extent: The lowest and the highest of each coordinate (times in ms since 1970); None without any point.
 
     Raises:
         ValueError: A point has no name.
@@ -86,9 +87,9 @@ class SortedPoints:
             if sum(map(len, waiting)) >= _STRETCH_POINTS:
                 self._add(waiting)
         self._add(waiting)
-        self._names = sorted(self._totals)
+        self.names = sorted(self._totals)
         self.points = sum(self._totals.values())
-        self.extent = {column: self._extent(column) for column in ("seq", "tokens")}
+        self.extent = {column: self._extent(column) for column in _PLACE}
 
     def groups(self) -> Iterator[pa.Table]:
         """Yield the points, a row group at a time; other threads get their turn in between."""
@@ -143,19 +144,19 @@ class SortedPoints:
         sleep(0)
 
     def _extent(self, column: str) -> tuple[int, int] | None:
-        ends = [pc.min_max(stretch.rows[column]).as_py() for stretch in self._stretches]
+        ends = [pc.min_max(stretch.rows[column].cast(pa.int64())).as_py() for stretch in self._stretches]
         ends = [one for one in ends if one["min"] is not None]
         return (min(one["min"] for one in ends), max(one["max"] for one in ends)) if ends else None
 
     def _pieces(self) -> Iterator[pa.Table]:
         """Yield the points in pieces; one that has several names is no longer than a row group."""
         first = 0
-        while first < len(self._names):
-            end, points = first + 1, self._totals[self._names[first]]
-            while end < len(self._names) and points + self._totals[self._names[end]] <= ROW_GROUP_ROWS:
-                points += self._totals[self._names[end]]
+        while first < len(self.names):
+            end, points = first + 1, self._totals[self.names[first]]
+            while end < len(self.names) and points + self._totals[self.names[end]] <= ROW_GROUP_ROWS:
+                points += self._totals[self.names[end]]
                 end += 1
-            yield from self._pick(self._names[first:end], self._names[end] if end < len(self._names) else None)
+            yield from self._pick(self.names[first:end], self.names[end] if end < len(self.names) else None)
             first = end
 
     def _pick(self, names: list[str], following: str | None) -> Iterator[pa.Table]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator
@@ -29,6 +30,8 @@ _MESSAGE_BYTES: Final = 1 << 20
 _MESSAGES: Final = 16
 DIGEST_KEY: Final = "llmtrack.source_digest"
 CHECK_KEY: Final = "llmtrack.file_crc32"
+NAMES_KEY: Final = "llmtrack.names"  # tells a reader of one metric which parts to leave shut
+_NAMES_BYTES: Final = 16 << 10  # several hundred metrics: beyond that a reader of the footer would pay for them
 # How Thrift writes the key and, behind it, the eight characters of the value.
 _CHECK: Final = CHECK_KEY.encode() + b"\x18\x08"
 OURS: Final = b"llmtrack."  # in the footer of every file that we made, several times
@@ -57,13 +60,22 @@ def seal_part(path: Path, *, before_seq: int | None = None) -> Path:
         "llmtrack.format": str(FORMAT_VERSION),
         **{
             f"llmtrack.{column}_{end}": str(extent[at]) if (extent := points.extent[column]) else ""
-            for column, ends in (("seq", ("first", "last")), ("tokens", ("min", "max")))
+            for column, ends in (
+                ("seq", ("first", "last")),
+                ("tokens", ("min", "max")),
+                ("step", (None, "max")),
+                ("time", (None, "max")),
+            )
             for at, end in enumerate(ends)
+            if end is not None
         },
         "llmtrack.rows": str(points.points),
         DIGEST_KEY: rows_digest(points.groups()),
         CHECK_KEY: f"{0:08x}",
     }
+    names = json.dumps(points.names, separators=(",", ":"))  # ASCII: a name can look like no key of the footer
+    if len(names) <= _NAMES_BYTES:
+        metadata[NAMES_KEY] = names
     data = bytearray()
     with pq.ParquetWriter(
         _Sink(data),
