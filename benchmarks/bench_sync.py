@@ -110,7 +110,8 @@ def _command(candidate: str, uri: str, root: Path, folder: Path) -> list[str]:
 
 
 _SYNC: Final = """
-from llmtrack.sync import classify, cli
+from llmtrack.sync import cli
+from llmtrack.sync.replay import classify
 read = classify.read_runs
 classify.read_runs = lambda *a: [__import__("dataclasses").replace(run, project={project!r}) for run in read(*a)]
 cli.main()

@@ -209,7 +209,7 @@ def _sync(place: Place) -> int:
     """Do what llmtrack-sync does, and return how many points were sent; each one was read back and compared."""
     from llmtrack import query
     from llmtrack.sync import once, show
-    from llmtrack.sync.replay import Options
+    from llmtrack.sync.replay.replay import Options
     from llmtrack.sync.sink import sink_class
 
     began = time.monotonic()

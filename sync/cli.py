@@ -17,9 +17,10 @@ except ModuleNotFoundError as error:  # the base install is for trainers, and ha
 from llmtrack.query.console import EXIT_DAMAGED, EXIT_OK, EXIT_USAGE, run, say, to_json
 from llmtrack.writer.errors import RetryableSinkError, UsageError
 
-from . import cursor, notify
 from .config import Watching, configurable
-from .wandb_options import WandbOptions, with_wandb_options
+from .replay import cursor
+from .wandb.options import WandbOptions, with_wandb_options
+from .watch import notify
 
 if TYPE_CHECKING:
     import duckdb
@@ -121,7 +122,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """
     words = list(sys.argv[1:] if args is None else args)
     if words[:1] == ["status"]:  # a folder of this name is ./status
-        from .status import command as status
+        from .watch.status import command as status
 
         run(status, words[1:], prog_name="llmtrack-sync status")
     run(command, words, prog_name="llmtrack-sync")
@@ -151,8 +152,8 @@ def _sync(
     sink = wandb.sink(tracker, tracking_uri, timeout_s)
     tail = wandb.tail(tail)
     if watching.on and not dry_run:
-        from .replay import Options
-        from .service import Settings, watch
+        from .replay.replay import Options
+        from .watch.service import Settings, watch
 
         _check_root(root)
         settings = Settings(
@@ -170,9 +171,10 @@ def _sync(
         return watch(settings, sink, receivers, as_json=as_json, quiet=quiet, verbose=verbose)
     log = _open_log(root, pattern, watching)
 
-    from . import once, show, single
-    from .intact import unread
-    from .replay import Options
+    from . import once, show
+    from .replay.intact import unread
+    from .replay.replay import Options
+    from .watch import single
 
     options = Options(tail, superseded, verify)
     job = once.Job(root, log, sink, state or cursor.default_state(), options, timeout_s, jobs)

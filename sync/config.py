@@ -34,7 +34,7 @@ from click.core import ParameterSource
 
 from llmtrack.writer.errors import UsageError
 
-from .notify import LEVELS
+from .watch.notify import LEVELS
 
 FILE: Final = "llmtrack.toml"  # looked for in the current folder
 

@@ -18,13 +18,15 @@ from llmtrack.query.log import Log
 from llmtrack.query.views import refresh
 from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkError, SinkError, UsageError
 
-from . import classify, cursor, describe, story
-from .classify import LoggedRun
-from .intact import Unread, set_damaged_aside, unread
-from .jobs import work_off
-from .patience import Patience
-from .replay import Options, Progress, Replay, Report
-from .sink import CANONICAL, Sink, TrackerRun
+from . import story
+from .kinds import CANONICAL
+from .replay import classify, cursor, describe
+from .replay.classify import LoggedRun
+from .replay.intact import Unread, set_damaged_aside, unread
+from .replay.jobs import work_off
+from .replay.patience import Patience
+from .replay.replay import Options, Progress, Replay, Report
+from .sink import Sink, TrackerRun
 
 if TYPE_CHECKING:
     import duckdb

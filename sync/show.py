@@ -12,10 +12,10 @@ import click
 
 from llmtrack.writer.errors import RetryableSinkError
 
-from .classify import LoggedRun
+from .kinds import CANONICAL, PROVISIONAL, SUPERSEDED
 from .once import Outcome
-from .replay import Report
-from .sink import CANONICAL, PROVISIONAL, SUPERSEDED
+from .replay.classify import LoggedRun
+from .replay.replay import Report
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars

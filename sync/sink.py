@@ -45,18 +45,13 @@ import pyarrow as pa
 from llmtrack.writer.errors import SinkError, UsageError
 
 if TYPE_CHECKING:
-    from .figures import Figures
+    from .replay.figures import Figures
     from .story import Story, StoryPoint
-
-CANONICAL: Final = "canonical"
-PROVISIONAL: Final = "provisional"
-SUPERSEDED: Final = "superseded"
-REPLACED: Final = "replaced"  # a canonical run of an earlier generation, or a side run about to be deleted
 
 _GROUP: Final = "llmtrack.sinks"
 _BUILT_IN: Final = {  # for a checkout that is not installed
-    "mlflow": "llmtrack.sync.mlflow_sink:MlflowSink",
-    "wandb": "llmtrack.sync.wandb_sink:WandbSink",
+    "mlflow": "llmtrack.sync.mlflow.sink:MlflowSink",
+    "wandb": "llmtrack.sync.wandb.sink:WandbSink",
 }
 
 

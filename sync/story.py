@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from .sink import CANONICAL, PROVISIONAL, SUPERSEDED
+from .kinds import CANONICAL, PROVISIONAL, SUPERSEDED
 
 if TYPE_CHECKING:
     import duckdb

@@ -404,7 +404,7 @@ _SERVER: Final = ("-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", 
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database without runs: making one takes seconds, copying it none."""
     database = tmp_path_factory.mktemp("mlflow") / "empty.db"
-    code = f"from llmtrack.sync.mlflow_sink import MlflowSink; MlflowSink('sqlite:///{database}', timeout_s=60).open()"
+    code = f"from llmtrack.sync.mlflow.sink import MlflowSink; MlflowSink('sqlite:///{database}', timeout_s=60).open()"
     subprocess.run([sys.executable, "-c", code], check=True)
     return database
 

@@ -51,7 +51,7 @@ def faulty(
     server: Tracker, log: Log, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Bench, Proxy]]:
     """A log, and a server behind a proxy; waits are short."""
-    monkeypatch.setattr("llmtrack.sync.patience._FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr("llmtrack.sync.replay.patience._FIRST_WAIT_S", 0.02)
     with proxy(server.uri) as before:
         yield Bench(log, Tracker(before.uri, server.database), tmp_path / "state", capsys), before
 
@@ -283,7 +283,7 @@ def test_a_server_killed_and_started_again_gets_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SIGKILL in the middle of a batch: the sync waits, and goes on by itself."""
-    monkeypatch.setattr("llmtrack.sync.patience._FIRST_WAIT_S", 0.1)
+    monkeypatch.setattr("llmtrack.sync.replay.patience._FIRST_WAIT_S", 0.1)
     database = Path(shutil.copy(empty_database, tmp_path / "own.db"))
     tell(log)
     with serving_mlflow(f"sqlite:///{database}", tmp_path) as own, proxy(own.uri) as before:

@@ -515,7 +515,7 @@ def test_answers_that_are_lost_while_it_tells_make_nothing_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server did what it was asked for, and nobody heard: it is found before it is made again."""
-    monkeypatch.setattr("llmtrack.sync.patience._FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr("llmtrack.sync.replay.patience._FIRST_WAIT_S", 0.02)
     log.segment().train(0, 300).checkpoint(100).checkpoint(200).checkpoint(300).alert(150)
     for tokens in (100, 200, 300):
         evaluate(log, f"ckpt-1-{tokens}", tokens / 1000, ms=tokens)

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from llmtrack.sync.wandb_encode import told_records
-from llmtrack.sync.wandb_sink import WandbSink
+from llmtrack.sync.wandb.encode import told_records
+from llmtrack.sync.wandb.sink import WandbSink
 from tests.contract.conftest import Bench, Log, Row, WandbTracker, evaluate
 from tests.wandb_server import Run, WandbServer
 

@@ -22,12 +22,12 @@ from typing import Any, Self
 import pytest
 
 import llmtrack
-from llmtrack.sync.journal import Journal
-from llmtrack.sync.lock import BusyError
-from llmtrack.sync.mlflow_sink import MlflowSink
-from llmtrack.sync.notify import Command
-from llmtrack.sync.replay import Options
-from llmtrack.sync.service import Service, Settings, _Signal
+from llmtrack.sync.mlflow.sink import MlflowSink
+from llmtrack.sync.replay.replay import Options
+from llmtrack.sync.watch.journal import Journal
+from llmtrack.sync.watch.lock import BusyError
+from llmtrack.sync.watch.notify import Command
+from llmtrack.sync.watch.service import Service, Settings, _Signal
 from tests.faults import wait_until
 from tests.handmade import write_segment
 from tests.oracle import Point, Segment
@@ -322,7 +322,7 @@ def test_a_run_that_is_deleted_is_forgotten(tmp_path: Path, empty_database: Path
 
 _ANEW = """
 import os
-from llmtrack.sync import service
+from llmtrack.sync.watch import service
 from llmtrack.sync.cli import main
 if "LLMTRACK_SYNC_RENEWED" not in os.environ:  # once is enough
     service._FEW_BYTES, service._REST_S, service._TIDY_S = 1, 0.0, 0.5

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from llmtrack import query
-from llmtrack.sync.mlflow_sink import MlflowSink
+from llmtrack.sync.mlflow.sink import MlflowSink
 from tests.faults import wait_until
 from tests.watching import difference, expected, stored
 

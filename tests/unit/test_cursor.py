@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrack.sync.cursor import Cursor, Held, Mark, cursor_path, default_state, load, lock
+from llmtrack.sync.replay.cursor import Cursor, Held, Mark, cursor_path, default_state, load, lock
 from llmtrack.writer.errors import UsageError
 
 
@@ -87,7 +87,7 @@ def test_only_one_process_at_a_time_has_a_run(tmp_path: Path) -> None:
     """A second sync of the same run into the same tracker is told so, and gets it once the first is gone."""
     path = tmp_path / "mlflow-1" / "run.json"
     code = (
-        "import sys; from pathlib import Path; from llmtrack.sync.cursor import lock\n"
+        "import sys; from pathlib import Path; from llmtrack.sync.replay.cursor import lock\n"
         "with lock(Path(sys.argv[1])) as ours: print(ours)"
     )
     with lock(path) as ours:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from llmtrack.sync.classify import LoggedRun, Segment, Stretch
-from llmtrack.sync.describe import canonical_spec, changes, held_evaluations, merged, side_spec
-from llmtrack.sync.sink import PROVISIONAL, SUPERSEDED
+from llmtrack.sync.kinds import PROVISIONAL, SUPERSEDED
+from llmtrack.sync.replay.classify import LoggedRun, Segment, Stretch
+from llmtrack.sync.replay.describe import canonical_spec, changes, held_evaluations, merged, side_spec
 from llmtrack.sync.story import Alert, Evaluation, Setting, Story, Unknown
 
 _NOTE_CHARS = 5000  # what every version of MLflow has room for

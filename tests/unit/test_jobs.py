@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrack.sync.classify import LoggedRun
-from llmtrack.sync.jobs import Queue, work_off
-from llmtrack.sync.patience import Patience, StoppedError
+from llmtrack.sync.replay.classify import LoggedRun
+from llmtrack.sync.replay.jobs import Queue, work_off
+from llmtrack.sync.replay.patience import Patience, StoppedError
 from llmtrack.writer.errors import RetryableSinkError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrack.sync.ledger import Ledger, of_verdict
-from llmtrack.sync.stalls import Place, Sign, Status, Verdict
+from llmtrack.sync.watch.ledger import Ledger, of_verdict
+from llmtrack.sync.watch.stalls import Place, Sign, Status, Verdict
 from llmtrack.writer.format import segment_folder
 from tests.handmade import DAY, write_heartbeat, write_part, write_segment
 from tests.oracle import Point, Segment

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from llmtrack.sync.lock import BusyError, Owner, SyncLock, read_owner, root_key
+from llmtrack.sync.watch.lock import BusyError, Owner, SyncLock, read_owner, root_key
 from llmtrack.writer.errors import UsageError
 
 _HOLD = """
 import sys, time
 from pathlib import Path
-from llmtrack.sync.lock import SyncLock
+from llmtrack.sync.watch.lock import SyncLock
 lock = SyncLock(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
 print("held", flush=True)
 sys.stdin.read()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrack.sync.mlflow_client import local_folder, resolve_uri
+from llmtrack.sync.mlflow.client import local_folder, resolve_uri
 from llmtrack.writer.errors import UsageError
 
 

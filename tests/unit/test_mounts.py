@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrack.sync.mounts import mount_of, read_mounts, why_no_events
+from llmtrack.sync.watch.mounts import mount_of, read_mounts, why_no_events
 
 _HEAD = "22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n"
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from llmtrack.sync import notify
-from llmtrack.sync.notify import Command, Happening, Receiver, Relay, Webhook, level_of, receivers
+from llmtrack.sync.watch import notify
+from llmtrack.sync.watch.notify import Command, Happening, Receiver, Relay, Webhook, level_of, receivers
 from llmtrack.writer.errors import UsageError
 from tests.faults import wait_until
 

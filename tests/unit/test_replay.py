@@ -17,11 +17,12 @@ from typing import Final, Literal
 import duckdb
 import pytest
 
-from llmtrack.sync import classify, cursor, once
-from llmtrack.sync.figures import Figures
-from llmtrack.sync.mlflow_encode import MlflowEncoder, told_records
+from llmtrack.sync import once
+from llmtrack.sync.mlflow.encode import MlflowEncoder, told_records
 from llmtrack.sync.once import Outcome
-from llmtrack.sync.replay import Options, Report
+from llmtrack.sync.replay import classify, cursor
+from llmtrack.sync.replay.figures import Figures
+from llmtrack.sync.replay.replay import Options, Report
 from llmtrack.sync.sink import Encoder, Record, RunSpec, TrackerRun
 from llmtrack.sync.story import Story, StoryPoint
 from llmtrack.writer.errors import RejectedError, RetryableSinkError

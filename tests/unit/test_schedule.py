@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from llmtrack.sync.schedule import BATCH_RUNS, Schedule, Urgency
+from llmtrack.sync.watch.schedule import BATCH_RUNS, Schedule, Urgency
 
 LIVE, NEWS, RECHECK = Urgency.LIVE, Urgency.NEWS, Urgency.RECHECK
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from llmtrack.sync.cli import main
-from llmtrack.sync.cursor import cursor_path
-from llmtrack.sync.lock import SyncLock
+from llmtrack.sync.replay.cursor import cursor_path
+from llmtrack.sync.watch.lock import SyncLock
 from tests.handmade import write_part, write_segment
 from tests.oracle import Point, Segment
 

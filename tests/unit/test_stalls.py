@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrack.sync.stalls import Place, Sign, Stalls, Verdict, read_sign
+from llmtrack.sync.watch.stalls import Place, Sign, Stalls, Verdict, read_sign
 from llmtrack.writer.format import segment_folder
 
 

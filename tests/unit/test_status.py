@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from llmtrack.sync import record
 from llmtrack.sync.cli import main
-from llmtrack.sync.cursor import Cursor, Held, Mark, cursor_path
-from llmtrack.sync.lock import SyncLock
+from llmtrack.sync.replay.cursor import Cursor, Held, Mark, cursor_path
+from llmtrack.sync.watch import record
+from llmtrack.sync.watch.lock import SyncLock
 from tests.handmade import write_part, write_segment
 from tests.oracle import Point, Segment
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmtrack.query import connect
-from llmtrack.sync.sink import CANONICAL, PROVISIONAL, SUPERSEDED
+from llmtrack.sync.kinds import CANONICAL, PROVISIONAL, SUPERSEDED
 from llmtrack.sync.story import Stories, Story, read_stories
 from llmtrack.writer.checkpoints.evals import log_eval
 from tests.handmade import DAY, write_part, write_segment

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmtrack.sync.figures import Figures
+from llmtrack.sync.replay.figures import Figures
 from llmtrack.sync.sink import RunSpec
 from llmtrack.sync.story import StoryPoint
-from llmtrack.sync.wandb_describe import id_of, note_of
-from llmtrack.sync.wandb_encode import (
+from llmtrack.sync.wandb.describe import id_of, note_of
+from llmtrack.sync.wandb.encode import (
     CHECKPOINT,
     SEGMENT,
     STEP,
@@ -29,7 +29,7 @@ from llmtrack.sync.wandb_encode import (
     summary_of,
     told_records,
 )
-from llmtrack.sync.wandb_pace import Pace
+from llmtrack.sync.wandb.pace import Pace
 
 Point = tuple[int, int, int, int, str, float]  # seq, time, step, tokens, name, value
 

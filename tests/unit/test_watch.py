@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from llmtrack.sync.watch import ROOT, Events, Scanner, Trust, choose
+from llmtrack.sync.watch.changes import ROOT, Events, Scanner, Trust, choose
 from tests.handmade import write_segment
 from tests.oracle import Point, Segment
 
@@ -208,8 +208,8 @@ def test_a_scan_of_a_thousand_finished_runs_costs_what_changed(
 _POLL = """
 import os, sys
 from pathlib import Path
-from llmtrack.sync.ledger import Ledger
-from llmtrack.sync.watch import Scanner
+from llmtrack.sync.watch.ledger import Ledger
+from llmtrack.sync.watch.changes import Scanner
 root = Path(sys.argv[1])
 scanner, ledger = Scanner(root), Ledger(root)
 scanner.scan()

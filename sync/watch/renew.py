@@ -15,9 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
+from llmtrack.sync.replay.replay import Report
 from llmtrack.writer.log.publish import publish
-
-from .replay import Report
 
 _VARIABLE: Final = "LLMTRACK_SYNC_RENEWED"
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from llmtrack.sync.sink import MovedError
 from llmtrack.writer.errors import RejectedError, RetryableSinkError
 
-from . import wandb_client
-from .sink import MovedError
-from .wandb_encode import TOKENS
-from .wandb_pace import Pace
+from . import client as wandb_client
+from .encode import TOKENS
+from .pace import Pace
 
 _IN_FLIGHT_ROWS: Final = 50_000  # logged and not yet there: bounds the memory of the client's service
 _LAST_ROWS: Final = 5_000  # so few may be left to upload when the end begins

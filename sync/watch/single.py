@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from llmtrack.query.views import LOST_AFTER_S, STALLED_AFTER_S
+from llmtrack.sync import once
+from llmtrack.sync.replay.classify import LoggedRun
+from llmtrack.sync.replay.cursor import cursor_path
 
-from . import once, record
-from .classify import LoggedRun
-from .cursor import cursor_path
+from . import record
 from .ledger import Ledger, of_verdict
 from .lock import SyncLock
 from .notify import Happening, Receiver, Relay

@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
+from llmtrack.sync.kinds import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED
+from llmtrack.sync.sink import MovedError, Record, RunSpec, Sink, TrackerRun
+from llmtrack.sync.story import Story
 from llmtrack.writer.errors import RejectedError, RetryableSinkError
 
 from . import describe
@@ -23,8 +26,6 @@ from .compare import Comparison, Difference, Digests, compare_beyond, newest_dig
 from .cursor import Cursor, Held, Mark
 from .patience import Patience
 from .sender import Sender
-from .sink import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED, MovedError, Record, RunSpec, Sink, TrackerRun
-from .story import Story
 from .target import PointReader, Target
 
 if TYPE_CHECKING:

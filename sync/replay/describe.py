@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from llmtrack.sync.kinds import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED
+from llmtrack.sync.sink import RunSpec
+from llmtrack.sync.story import Alert, Story, Unknown
+
 from .classify import LoggedRun, Segment, Stretch
-from .sink import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED, RunSpec
-from .story import Alert, Story, Unknown
 
 _NOTE_CHARS: Final = 4800  # a note has room for 5000 characters in every version of MLflow, and 8000 in newer ones
 _NOTE_ROWS: Final = 20  # of each table in a note

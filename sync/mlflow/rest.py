@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
-from .sink import Record
+from llmtrack.sync.sink import Record
 
 if TYPE_CHECKING:
     import requests

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from .mlflow_rest import OLDEST_FIRST, PAGE_RUNS, Data, Experiment, Info, Latest, Run, filters, whole_client
-from .sink import Record
+from llmtrack.sync.sink import Record
+
+from .rest import OLDEST_FIRST, PAGE_RUNS, Data, Experiment, Info, Latest, Run, filters, whole_client
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient

@@ -10,10 +10,10 @@ from typing import Any, Final, Literal
 
 import click
 
+from llmtrack.sync.sink import Sink, sink_class
 from llmtrack.writer.errors import UsageError
 
-from .sink import Sink, sink_class
-from .wandb_pace import CLOUD_ROWS_PER_MINUTE
+from .pace import CLOUD_ROWS_PER_MINUTE
 
 _CLOUD: Final = "cloud"
 _MOST: Final = 10_000_000
@@ -64,7 +64,7 @@ class WandbOptions:
                 )
             return sink_class(tracker)(uri, timeout_s=timeout_s)
         if self.offline is not None:
-            from .wandb_offline import WandbOffline
+            from .offline import WandbOffline
 
             if self.max_rows_per_minute is not None:
                 raise UsageError(
@@ -74,7 +74,7 @@ class WandbOptions:
             return WandbOffline(
                 str(self.offline), timeout_s=timeout_s, id_prefix=self.id_prefix or "", every=self.every or 1
             )
-        from .wandb_sink import WandbSink
+        from .sink import WandbSink
 
         return WandbSink(
             uri,

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
+from llmtrack.sync.kinds import PART_SQL
+
 from . import thin
 from .cursor import Mark
-from .sink import CANONICAL, PROVISIONAL, SUPERSEDED
 
 if TYPE_CHECKING:
     import duckdb
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 _BATCH_ROWS: Final = 2048  # DuckDB's own unit; after a crash as many are sent again
 _THREADS: Final = 2
 _MEMORY: Final = "64MB"  # beyond it DuckDB sorts on disk: 4 million points then take no more memory than one
-
-_PART: Final = (
-    f"CASE WHEN superseded_by IS NOT NULL THEN '{SUPERSEDED}' WHEN settled THEN '{CANONICAL}' ELSE '{PROVISIONAL}' END"
-)
 
 # What a run's status means to a tracker. A lost run has no end record and no heartbeat: killed, as far as anyone knows.
 _STATUS: Final = {"running": "running", "stalled": "running", "finished": "finished", "failed": "failed"}
@@ -180,7 +177,7 @@ def read_part(
         from_tokens: Leave out what has fewer tokens.
         every: Thin out: of each so many steps keep the rows that `thin.kept` tells.
     """
-    where = f"run_id = $run AND segment = $segment AND {_PART} = $kind AND ($tokens IS NULL OR tokens >= $tokens)"
+    where = f"run_id = $run AND segment = $segment AND {PART_SQL} = $kind AND ($tokens IS NULL OR tokens >= $tokens)"
     with closing(con.cursor()) as reading:  # of its own, so that one which is dropped half-read hinders nobody
         rows = reading.sql(
             "SELECT seq, epoch_ms(time) AS time_ms, step, tokens, name, value FROM metrics"
@@ -197,7 +194,7 @@ def names(con: duckdb.DuckDBPyConnection, run_id: str, kind: str, segments: list
     return [
         name
         for (name,) in con.execute(
-            f"SELECT DISTINCT name FROM metrics WHERE run_id = $run AND {_PART} = $kind"
+            f"SELECT DISTINCT name FROM metrics WHERE run_id = $run AND {PART_SQL} = $kind"
             " AND segment IN (SELECT unnest($s)) ORDER BY name",
             {"run": run_id, "kind": kind, "s": segments},
         ).fetchall()
@@ -216,7 +213,7 @@ def agrees(
         elif not stretch.is_held(mark):
             found = con.execute(
                 "SELECT count(*), coalesce(sum(seq), 0) FROM metrics"
-                f" WHERE run_id = $run AND segment = $segment AND {_PART} = $kind AND seq <= $seq",
+                f" WHERE run_id = $run AND segment = $segment AND {PART_SQL} = $kind AND seq <= $seq",
                 {"run": run_id, "segment": segment, "kind": kind, "seq": mark.seq},
             ).fetchall()
             if found != [(mark.points, mark.seq_sum)]:
@@ -231,7 +228,7 @@ def _parts(con: duckdb.DuckDBPyConnection, only: Collection[str] | None) -> dict
     where = "" if only is None else f" WHERE run_id IN ({', '.join('?' * len(only))})"
     parts: dict[str, dict[str, dict[int, Stretch]]] = {}
     for run_id, kind, segment, points, seq_sum, last_seq, first, last, last_ms, superseded_by in con.execute(
-        f"SELECT run_id, {_PART} AS part, segment, count(*), sum(seq), max(seq), min(tokens), max(tokens),"
+        f"SELECT run_id, {PART_SQL} AS part, segment, count(*), sum(seq), max(seq), min(tokens), max(tokens),"
         " max(epoch_ms(time)), list(DISTINCT superseded_by)"
         f" FROM metrics{where} GROUP BY run_id, part, segment ORDER BY segment",
         sorted(only or ()),

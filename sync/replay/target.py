@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from . import classify, figures
+from llmtrack.sync.sink import Record, Sink, TrackerRun
+
+from . import classify
 from .classify import LoggedRun, Stretch
 from .cursor import Mark
-from .sink import Record, Sink, TrackerRun
+from .figures import Figures, read_figures
 
 if TYPE_CHECKING:
     import duckdb
@@ -112,9 +114,9 @@ class PointReader:
                 for records in self._read(target.kind, segment, mark, every=target.every):
                     yield from (record for record in records if mark is None or record.seq > mark.seq)
 
-    def figures(self, target: Target) -> list[figures.Figures]:
+    def figures(self, target: Target) -> list[Figures]:
         """Return what is to be said of each metric of a target as a whole."""
-        return figures.read_figures(self._con, self._run.run_id, target.kind, list(target.stretches))
+        return read_figures(self._con, self._run.run_id, target.kind, list(target.stretches))
 
     def others(self, target: Target) -> Iterator[Record]:
         """Yield the records of the run that belong into other targets."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Final, Self
 from zlib import crc32
 
+from llmtrack.sync.sink import Record, Sink, TrackerRun
 from llmtrack.writer.errors import TooLargeError
 
 from .cursor import Mark
 from .patience import Patience
-from .sink import Record, Sink, TrackerRun
 
 _WAITING_BATCHES: Final = 2  # per lane: enough that a lane never idles, and a bound on memory
 _INTERRUPTED_S: Final = 2.0  # how long a request under way is waited for after Ctrl-C

@@ -8,19 +8,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
+from llmtrack.sync.kinds import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED
+from llmtrack.sync.sink import Encoder, Record, RunSpec, TrackerRun
+from llmtrack.sync.story import Story, StoryPoint
 from llmtrack.writer.errors import RejectedError
 
-from . import mlflow_client
-from .mlflow_encode import MlflowEncoder, key_of, left_out, params_of, text_tags, told_records
-from .sink import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED, Encoder, Record, RunSpec, TrackerRun
-from .story import Story, StoryPoint
+from . import client as mlflow_client
+from .encode import MlflowEncoder, key_of, left_out, params_of, text_tags, told_records
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-    from .figures import Figures
-    from .mlflow_database import DatabaseClient
-    from .mlflow_rest import RestClient
+    from llmtrack.sync.replay.figures import Figures
+
+    from .database import DatabaseClient
+    from .rest import RestClient
 
 _BATCH_METRICS: Final = 1000  # the API refuses more
 _LANES: Final = 4  # over HTTP the client encodes while the server inserts; more than four gain nothing
@@ -158,7 +160,7 @@ class MlflowSink:
 
     def tell(self, run: TrackerRun, story: Story) -> list[str]:
         """Make models of evaluated checkpoints, points of alerts and evaluations, and tables of all."""
-        from .mlflow_story import Teller
+        from .story import Teller
 
         mapped = self.prepare(run, sorted({point.name for point in story.points()}))
         notes = [f"the metric {name!r} is called {key!r} there" for name, key in mapped.items()]

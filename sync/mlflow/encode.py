@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from .sink import Record
-from .story import StoryPoint
+from llmtrack.sync.sink import Record
+from llmtrack.sync.story import StoryPoint
 
 STEP_KEY: Final = "step"
 _NONFINITE: Final = "_nonfinite"

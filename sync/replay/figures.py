@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .classify import _PART
+from llmtrack.sync.kinds import PART_SQL
 
 if TYPE_CHECKING:
     import duckdb
@@ -30,7 +30,7 @@ def read_figures(con: duckdb.DuckDBPyConnection, run_id: str, kind: str, segment
     """
     found = con.execute(
         "SELECT name, arg_max(value, (segment, seq)) FILTER (isfinite(value)), min(value) FILTER (isfinite(value)),"
-        f" max(value) FILTER (isfinite(value)) FROM metrics WHERE run_id = $run AND {_PART} = $kind"
+        f" max(value) FILTER (isfinite(value)) FROM metrics WHERE run_id = $run AND {PART_SQL} = $kind"
         " AND segment IN (SELECT unnest($s)) GROUP BY name ORDER BY name",
         {"run": run_id, "kind": kind, "s": segments},
     )

@@ -13,28 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from llmtrack.sync.kinds import CANONICAL
+from llmtrack.sync.replay.figures import Figures
+from llmtrack.sync.sink import Encoder, Record, RunSpec, TrackerRun
+from llmtrack.sync.story import Story, StoryPoint
 from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkError, UsageError
 
-from . import wandb_client
-from .figures import Figures
-from .sink import CANONICAL, Encoder, Record, RunSpec, TrackerRun
-from .story import Story, StoryPoint
-from .wandb_client import DeletedIdError
-from .wandb_describe import EXIT, OUR_TAGS, about_of, digest, every_of, id_of, name_of, note_of, tags_of
-from .wandb_encode import (
-    KEY,
-    OURS,
-    TOKENS,
-    RowReader,
-    WandbEncoder,
-    config_of,
-    figures_of,
-    key_of,
-    summary_of,
-    told_records,
-)
-from .wandb_pace import Pace
-from .wandb_session import Session
+from . import client as wandb_client
+from .client import DeletedIdError
+from .describe import EXIT, OUR_TAGS, about_of, digest, every_of, id_of, name_of, note_of, tags_of
+from .encode import KEY, OURS, TOKENS, RowReader, WandbEncoder, config_of, figures_of, key_of, summary_of, told_records
+from .pace import Pace
+from .session import Session
 
 _BATCH_ROWS: Final = 500
 _SWITCH_S: Final = 0.0005  # or the thread that hands rows to the client waits 5 ms for the one that reads the log

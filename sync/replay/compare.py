@@ -17,8 +17,9 @@ from itertools import islice
 from struct import Struct
 from typing import Final, TypeVar
 
+from llmtrack.sync.sink import Record, Sink, TrackerRun
+
 from .patience import Patience
-from .sink import Record, Sink, TrackerRun
 
 T = TypeVar("T")
 

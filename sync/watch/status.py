@@ -13,11 +13,12 @@ import click
 
 from llmtrack.query import connect
 from llmtrack.query.console import EXIT_OK, to_json
+from llmtrack.sync.kinds import PROVISIONAL, SUPERSEDED
+from llmtrack.sync.replay import classify, cursor
 from llmtrack.writer.errors import UsageError
 
-from . import classify, cursor, record
+from . import record
 from .lock import read_owner, root_key
-from .sink import PROVISIONAL, SUPERSEDED
 
 if TYPE_CHECKING:
     import duckdb

@@ -15,8 +15,8 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkError, TooLargeError, UsageError
 
-from .mlflow_database import DatabaseClient
-from .mlflow_rest import RestClient, RestError
+from .database import DatabaseClient
+from .rest import RestClient, RestError
 
 NAME: Final = "mlflow"
 _DEFAULT_URI: Final = "sqlite:///mlflow.db"

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from llmtrack.sync.kinds import CANONICAL
+from llmtrack.sync.sink import Record, TrackerRun
+from llmtrack.sync.story import Checkpoint, Story
 from llmtrack.writer.errors import RejectedError
 
-from . import mlflow_client
-from .mlflow_encode import finite, key_of, shifted_ms
-from .mlflow_tables import FOLDER, Table, tables, time_text
-from .sink import CANONICAL, Record, TrackerRun
-from .story import Checkpoint, Story
+from . import client as mlflow_client
+from .encode import finite, key_of, shifted_ms
+from .tables import FOLDER, Table, tables, time_text
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel, Run

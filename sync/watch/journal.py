@@ -16,12 +16,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TextIO
 
 from llmtrack.query.console import plain
+from llmtrack.sync.replay.classify import LoggedRun
+from llmtrack.sync.replay.replay import Report
 from llmtrack.writer.errors import RetryableSinkError
 
 from . import record
-from .classify import LoggedRun
 from .notify import Happening
-from .replay import Report
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from llmtrack.query.log import Log, News
+from llmtrack.sync.replay.describe import tokens as in_words
 from llmtrack.writer.errors import LlmtrackError, UsageError
 
-from .describe import tokens as in_words
 from .notify import Happening, level_of
 from .stalls import Place, Sign, Verdict, read_sign
 

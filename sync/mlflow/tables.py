@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from .story import Story
+from llmtrack.sync.story import Story
 
 FOLDER: Final = "llmtrack"  # among the artifacts of a run
 

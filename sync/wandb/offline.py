@@ -23,27 +23,17 @@ from struct import Struct
 from typing import Any, Final, TextIO
 from urllib.parse import quote, unquote
 
+from llmtrack.sync.kinds import CANONICAL, REPLACED
+from llmtrack.sync.replay.figures import Figures
+from llmtrack.sync.sink import Encoder, Record, RunSpec, TrackerRun
+from llmtrack.sync.story import Story, StoryPoint
 from llmtrack.writer.errors import FormatError, RejectedError, UsageError
 from llmtrack.writer.log.publish import publish
 
-from . import wandb_client
-from .figures import Figures
-from .sink import CANONICAL, REPLACED, Encoder, Record, RunSpec, TrackerRun
-from .story import Story, StoryPoint
-from .wandb_describe import EXIT, about_of, every_of, id_of, name_of, note_of, tags_of
-from .wandb_encode import (
-    KEY,
-    OURS,
-    TOKENS,
-    RowReader,
-    WandbEncoder,
-    config_of,
-    figures_of,
-    key_of,
-    summary_of,
-    told_records,
-)
-from .wandb_records import ENDED, read_rows
+from . import client as wandb_client
+from .describe import EXIT, about_of, every_of, id_of, name_of, note_of, tags_of
+from .encode import KEY, OURS, TOKENS, RowReader, WandbEncoder, config_of, figures_of, key_of, summary_of, told_records
+from .records import ENDED, read_rows
 
 _BATCH_ROWS: Final = 500
 _FOLDER: Final = ".llmtrack"

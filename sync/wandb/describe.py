@@ -7,7 +7,8 @@ import hashlib
 import json
 from typing import Any, Final
 
-from .sink import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED, RunSpec
+from llmtrack.sync.kinds import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED
+from llmtrack.sync.sink import RunSpec
 
 _NAME_CHARS: Final = 128
 _TAG: Final = "llmtrack"

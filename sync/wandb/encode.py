@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .figures import Figures
-from .sink import Record
-from .story import StoryPoint
+from llmtrack.sync.replay.figures import Figures
+from llmtrack.sync.sink import Record
+from llmtrack.sync.story import StoryPoint
 
 KEY: Final = "rows"  # the one key of our records: W&B is given rows, and gives back rows
 TOKENS: Final = "tokens_seen"

@@ -28,19 +28,21 @@ import click
 from llmtrack.query import connect
 from llmtrack.query.console import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, plain, say
 from llmtrack.query.views import LOST_AFTER_S, STALLED_AFTER_S
+from llmtrack.sync import once, show
+from llmtrack.sync.replay import cursor
+from llmtrack.sync.replay.patience import Patience
+from llmtrack.sync.replay.replay import Options, Report
+from llmtrack.sync.sink import Sink
 from llmtrack.writer.errors import LlmtrackError, RetryableSinkError, SinkError, UsageError
 
-from . import cursor, once, record, renew, show
+from . import record, renew
+from .changes import ROOT, Events, Scanner, Trust, choose
 from .journal import Journal, Style
 from .ledger import Ledger, of_verdict
 from .lock import SyncLock
 from .notify import Happening, Receiver, Relay
-from .patience import Patience
-from .replay import Options, Report
 from .schedule import Schedule, Urgency
-from .sink import Sink
 from .stalls import Stalls
-from .watch import ROOT, Events, Scanner, Trust, choose
 
 if TYPE_CHECKING:
     import duckdb
