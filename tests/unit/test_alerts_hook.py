@@ -103,6 +103,16 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path: Path, cap
     assert _ends(pid)
 
 
+@pytest.mark.parametrize("message", ["a\0b", "x" * 500_000, "\ud800"])
+def test_a_command_is_told_of_any_message(message: str, tmp_path: Path) -> None:
+    """What no environment variable can hold is in its standard input."""
+    hook = Hook(write_to(tmp_path / "told"))
+    hook.tell({**ALERT, "message": message})
+    assert hook.stop(_LONG_S)
+    _, _, text = (tmp_path / "told").read_text(encoding="utf-8").partition("|")
+    assert json.loads(text)["message"] == message
+
+
 def test_a_command_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """With its status and what it had to say."""
     hook = Hook([sys.executable, "-c", "import sys; sys.exit('no route to host')"])

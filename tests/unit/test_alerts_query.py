@@ -95,6 +95,18 @@ def test_what_does_not_come_again_is_hardware_or_chance(tmp_path: Path) -> None:
     assert "run segment 2 passed 16,000 tokens without one" in verdict.evidence
 
 
+def test_segments_of_one_run_are_in_order_whatever_the_clocks_say(tmp_path: Path) -> None:
+    """The next segment runs on a node whose clock is behind."""
+    meta = train(tmp_path, 0, 170, [160])
+    train(tmp_path, 120, 170, [160], checkpoint=place(meta, 120))
+    with connect(tmp_path, points=False) as con:
+        found = list_alerts(con)
+        for row in found:
+            row["time"] += dt.timedelta(hours=1) if row["segment"] == 1 else dt.timedelta(0)
+        (verdict,) = find_verdicts(con, sorted(found, key=lambda row: row["time"]))
+    assert (verdict.rule, verdict.alerts) == ("same_batch", ["run-1-1", "run-2-1"])
+
+
 def test_without_batches_nobody_knows(tmp_path: Path) -> None:
     """And the verdict says what to log."""
     meta = train(tmp_path, 0, 170, [160], with_ids=False)

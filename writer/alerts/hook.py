@@ -26,6 +26,7 @@ OnAlert = Callable[[Alert], object] | str | Sequence[str]
 _WAITING: Final = 32  # alerts: whoever is told of more at once is told too much
 _COMMAND_S: Final = 30.0
 _ENV_PREFIX: Final = "LLMTRACK_ALERT_"
+_LONGEST_VARIABLE: Final = 16_384  # bytes; a process with more than 128 KiB in one does not start
 _SHOWN_OUTPUT: Final = 400  # characters of what a command that failed had to say
 
 
@@ -92,7 +93,7 @@ class Hook:
     def _run(self, alert: Alert) -> None:
         plain = {name: _plain(value) for name, value in alert.items()}
         variables = {
-            f"{_ENV_PREFIX}{name.upper()}": str(value)
+            f"{_ENV_PREFIX}{name.upper()}": _variable(value)
             for name, value in plain.items()
             if isinstance(value, str | int | float)
         }
@@ -149,6 +150,11 @@ def _close(process: subprocess.Popen[bytes]) -> None:
         if pipe is not None:
             with suppress(OSError):
                 pipe.close()
+
+
+def _variable(value: object) -> bytes:
+    """Return a value as an environment variable can hold it; its standard input has all of it."""
+    return str(value).encode("utf-8", "replace").replace(b"\0", b"?")[:_LONGEST_VARIABLE]
 
 
 def _plain(value: object) -> Any:
