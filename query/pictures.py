@@ -6,11 +6,15 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import click
+import duckdb
+
+from llmtrack.writer.errors import UsageError
 
 from . import layout
 from .cli import example, json_option, report_damages, root_option
@@ -75,7 +79,7 @@ def plot(
     if output is not None:
         _check_picture(output)
     run_id = select_run(Log(root).run_ids(), name)
-    with connect(root, runs=[run_id]) as con:
+    with connect(root, runs=[run_id]) as con, _told_what_is_unreadable(con):
         if as_json:
             click.echo(to_json(terminal.read_rows(con, run_id, metrics)))
             if output is None:
@@ -143,7 +147,7 @@ def compare(
     if output is not None:
         _check_picture(output)
     runs = select_runs(Log(root).run_ids(), names)
-    with connect(root, runs=runs) as con:
+    with connect(root, runs=runs) as con, _told_what_is_unreadable(con):
         found = comparing.compare(con, metric, runs, at=at, places=places, mean_over=mean_over)
         for run_id in found.without:
             say(f"left out: {run_id} has no {metric}")
@@ -193,7 +197,11 @@ def report(*, names: Sequence[str], root: Path, output: Path, metrics: Sequence[
 
     check_place(output)
     runs = select_runs(Log(root).run_ids(), names)
-    with connect(root, runs=runs) as con, connect(root, points=False) as all_runs:
+    with (
+        connect(root, runs=runs) as con,
+        connect(root, points=False) as all_runs,
+        _told_what_is_unreadable(con),
+    ):
         written = write_report(con, all_runs, runs, output, root=root, metrics=metrics, axis=axis)
         if as_json:
             click.echo(to_json([{**vars(written), "path": str(written.path)}]))
@@ -240,7 +248,7 @@ def tail(
 
     run_id = select_run(Log(root).run_ids(), name)
     # Not checked byte by byte: that would read all that was ever written, and only what is new is shown.
-    with connect(root, runs=[run_id], check=False) as con:
+    with connect(root, runs=[run_id], check=False) as con, _told_what_is_unreadable(con):
         if metrics and not is_followed:  # what is not there yet may come
             curves.select_metrics(curves.metric_names(con, run_id), metrics, run_id)
         follower = following.Follower(con, run_id, metrics)
@@ -265,6 +273,16 @@ def tail(
 
 
 COMMANDS: Final[tuple[click.Command, ...]] = (plot, compare, report, tail)
+
+
+@contextmanager
+def _told_what_is_unreadable(con: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    """Say of a metric that is not there that it may be among what is damaged."""
+    try:
+        yield
+    except UsageError:
+        report_damages(con)
+        raise
 
 
 def _values_on_a_line() -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmtrack import __main__ as program
-from llmtrack import query
+from llmtrack import open_run, query
 from llmtrack.query.compare import compare, read_picture
 from llmtrack.writer.errors import UsageError
 from tests.handmade import write_segment
@@ -138,3 +138,25 @@ def test_places_are_told_apart_however_far_the_runs_are(tmp_path: Path, llmtrack
     places = [line.split()[0] for line in out.splitlines()[2:]]
     assert status == 0
     assert len(places) == len(set(places)) == 12
+
+
+@pytest.mark.parametrize(
+    "command", [("plot", "a", "early"), ("compare", "early", "a"), ("report", "a", "--metric", "early")]
+)
+def test_a_metric_that_is_not_there_may_be_damaged(tmp_path: Path, llmtrack: Call, command: tuple[str, ...]) -> None:
+    """The damage is told beside it: the only rows that had the metric may have been there."""
+    run = open_run(tmp_path, run_id="a")
+    for step, name in enumerate(("loss", "early", "loss"), 1):
+        run.log({name: 1.0}, step=step, tokens=step * 10)
+        assert run.flush(timeout=30)
+    (part,) = tmp_path.glob("run_id=a/segment=00001/metrics-*.arrows")
+    content = bytearray(part.read_bytes())
+    content[content.index(b"early")] ^= 0xFF
+    run.finish()
+    for sealed in part.parent.glob("metrics-*"):
+        sealed.unlink()
+    part.write_bytes(content)
+    status, _, err = llmtrack(*command, "--root", tmp_path)
+    assert status == 1
+    assert "'early'" in err
+    assert "damaged: " in err
