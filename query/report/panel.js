@@ -207,7 +207,11 @@ class Panel {
       look.values = (_, places) => timeLabels(places);
     } else {
       const unit = axis === "elapsed" ? " h" : "";
-      look.values = (_, places) => places.map((x) => (x === null ? "" : short(x) + unit));
+      look.space = (_, index, first, last) => 64 + 8 * moreDigits(first, last);
+      look.values = (_, places) => {
+        const digits = 4 + moreDigitsOf(places);
+        return places.map((x) => (x === null ? "" : short(x, digits) + unit));
+      };
     }
     return look;
   }
@@ -218,8 +222,11 @@ class Panel {
       grid: { stroke: () => colours.grid(), width: 1 },
       ticks: { stroke: () => colours.grid(), width: 1, size: 4 },
       font: "12px system-ui, sans-serif",
-      size: 62,
-      values: (_, places) => places.map((y) => (y === null ? "" : tick(y))),
+      size: (_, labels) => Math.max(62, 14 + 6.5 * Math.max(0, ...(labels ?? []).map((label) => label.length))),
+      values: (_, places) => {
+        const more = moreDigitsOf(places);
+        return places.map((y) => (y === null ? "" : tick(y, more)));
+      },
     };
     if (this.page.state.logy) Object.assign(look, LOG_AXIS);
     return look;
@@ -620,11 +627,12 @@ function timeLabels(places) {
   });
 }
 
-function tick(value) {
+function tick(value, more = 0) {
   const size = Math.abs(value);
-  if (size >= 1e5) return short(value).length > 7 ? value.toExponential(2) : short(value);
-  if (size !== 0 && size < 1e-3) return value.toExponential(1).replace("e-", "e−");
-  return String(+value.toPrecision(5));
+  const text = short(value, 4 + more);
+  if (size >= 1e5) return text.length > 7 + more ? value.toExponential(2 + more) : text;
+  if (size !== 0 && size < 1e-3) return value.toExponential(1 + more).replace("e-", "e−");
+  return String(+value.toPrecision(5 + more));
 }
 
 function element(name, kind, text = "") {

@@ -141,9 +141,21 @@ const UNITS = [
   [1e3, "k"],
 ];
 
-function short(count) {
-  for (const [size, unit] of UNITS) if (Math.abs(count) >= size) return `${+(count / size).toPrecision(4)}${unit}`;
-  return String(+count.toPrecision(4));
+function short(count, digits = 4) {
+  for (const [size, unit] of UNITS) if (Math.abs(count) >= size) return `${+(count / size).toPrecision(digits)}${unit}`;
+  return String(+count.toPrecision(digits));
+}
+
+// How many digits labels between two ends need beyond those that are usual, so that they can be told apart.
+function moreDigits(first, last) {
+  const span = Math.abs(last - first);
+  const far = Math.max(Math.abs(first), Math.abs(last));
+  return span > 0 && far < Infinity ? Math.min(Math.max(Math.floor(Math.log10(far / span)), 0), 12) : 0;
+}
+
+function moreDigitsOf(places) {
+  const known = places.filter((place) => place !== null);
+  return known.length > 1 ? moreDigits(known[0], known[known.length - 1]) : 0;
 }
 
 // Digits in groups of three; what JavaScript cannot count exactly is said to be rounded.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmtrack import query
+from llmtrack import open_run, query
 from llmtrack.query.report import Written, write_report
 from tests import browser as browsers
 from tests.browser import Browser
@@ -188,6 +188,19 @@ def test_the_keyboard_moves_along_a_curve_and_says_its_points(opened: Open, odd:
     browser.wait("document.body.classList.contains('zoomed')")
     browser.key("Escape")
     browser.wait("!document.body.classList.contains('zoomed')")
+
+
+def test_labels_are_told_apart_however_far_the_run_is(opened: Open, tmp_path: Path) -> None:
+    """At 10^15 tokens, and on values that are all but the same."""
+    run = open_run(tmp_path, run_id="far")
+    for step in range(200):
+        run.log({"train/loss": 2.0 + 1e-7 * step}, step=step, tokens=10**15 + step * 4_000_000)
+    run.finish()
+    browser = opened(tmp_path, "far")
+    for axis in (0, 1):
+        labels = browser.run(f"{_CHART}.axes[{axis}]._values.filter(label => label)")
+        assert len(set(labels)) == len(labels) > 2
+    assert browser.errors == []
 
 
 def test_what_is_shown_can_be_chosen(opened: Open, odd: Path) -> None:
