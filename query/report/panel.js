@@ -222,13 +222,13 @@ class Panel {
       grid: { stroke: () => colours.grid(), width: 1 },
       ticks: { stroke: () => colours.grid(), width: 1, size: 4 },
       font: "12px system-ui, sans-serif",
-      size: (_, labels) => Math.max(62, 14 + 6.5 * Math.max(0, ...(labels ?? []).map((label) => label.length))),
+      size: (_, labels) => Math.max(62, 16 + 7 * Math.max(0, ...(labels ?? []).map((label) => label.length))),
       values: (_, places) => {
         const more = moreDigitsOf(places);
         return places.map((y) => (y === null ? "" : tick(y, more)));
       },
     };
-    if (this.page.state.logy) Object.assign(look, LOG_AXIS);
+    Object.assign(look, this.page.state.logy ? LOG_AXIS : ANY_AXIS);
     return look;
   }
 
@@ -627,10 +627,29 @@ function timeLabels(places) {
   });
 }
 
+// Lines of an axis at multiples of 1, 2, 2.5 or 5, however large or small the values are; uPlot's own end at 1e32.
+const ANY_AXIS = {
+  incrs: (_, index, first, last) => {
+    const power = Math.floor(Math.log10(last - first));
+    const steps = [-2, -1, 0].flatMap((less) => [1, 2, 2.5, 5].map((step) => +`${step}e${power + less}`));
+    return steps.filter((step) => step > 0 && step < Infinity);
+  },
+  splits: (_, index, first, last, step) => {
+    const places = [];
+    for (let count = Math.ceil(first / step); count * step <= last && places.length < 500; count += 1) {
+      places.push(+(count * step).toPrecision(15) || 0);
+    }
+    return places;
+  },
+};
+
 function tick(value, more = 0) {
   const size = Math.abs(value);
   const text = short(value, 4 + more);
-  if (size >= 1e5) return text.length > 7 + more ? value.toExponential(2 + more) : text;
+  if (size >= 1e5) {
+    const isShort = text.length <= 7 + more && !text.includes("e");
+    return isShort ? text : value.toExponential(2 + more).replace(/\.?0*e/, "e");
+  }
   if (size !== 0 && size < 1e-3) return value.toExponential(1 + more).replace("e-", "e−");
   return String(+value.toPrecision(5 + more));
 }

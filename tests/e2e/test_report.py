@@ -191,15 +191,19 @@ def test_the_keyboard_moves_along_a_curve_and_says_its_points(opened: Open, odd:
 
 
 def test_labels_are_told_apart_however_far_the_run_is(opened: Open, tmp_path: Path) -> None:
-    """At 10^15 tokens, and on values that are all but the same."""
+    """At 10^15 tokens, on values that are all but the same, and on a loss that overflows."""
     run = open_run(tmp_path, run_id="far")
     for step in range(200):
-        run.log({"train/loss": 2.0 + 1e-7 * step}, step=step, tokens=10**15 + step * 4_000_000)
+        values = {"train/loss": 2.0 + 1e-7 * step, "b/large": 3e38 if step == 100 else 2.0, "c/small": 1e-12 * step}
+        run.log(values, step=step, tokens=10**15 + step * 4_000_000)
     run.finish()
     browser = opened(tmp_path, "far")
     for axis in (0, 1):
         labels = browser.run(f"{_CHART}.axes[{axis}]._values.filter(label => label)")
         assert len(set(labels)) == len(labels) > 2
+    for panel in (1, 2):
+        browser.run(f"report.panels[{panel}].build()")
+        browser.wait(f"report.panels[{panel}].chart.axes[1]._values?.length > 2")
     assert browser.errors == []
 
 
