@@ -42,12 +42,33 @@ class Found:
 
 
 def decode(found: Sequence[Found]) -> tuple[pa.Table, list[tuple[Found, int]]]:
-    """Decode parts of one table, at least one, together.
+    """Decode parts of one table, at least one, together, with `run_id` and `segment` in front.
+
+    Returns:
+        The rows, and how many there are of each part that has any.
+
+    Raises:
+        CorruptSegmentError: The head of a part is lost and the columns are not those of this format.
+    """
+    rows, filled = decode_rows(found)
+    lengths = [count for _, count in filled]
+    for index, (name, values) in enumerate(
+        (
+            ("run_id", to_column([one.run_id for one, _ in filled], pa.string())),
+            ("segment", to_column([one.segment for one, _ in filled], pa.int64())),
+        )
+    ):
+        rows = rows.add_column(index, pa.field(name, values.type), repeated(values, lengths))
+    return rows, filled
+
+
+def decode_rows(found: Sequence[Found]) -> tuple[pa.Table, list[tuple[Found, int]]]:
+    """Decode parts of one table, at least one, together, without saying whose they are.
 
     Rows that a later part has again are left out. All is one chunk: DuckDB pays for every chunk of every column.
 
     Returns:
-        The rows with `run_id`, `segment` and `part` in front, and how many there are of each part that has any.
+        The rows, and how many there are of each part that has any.
 
     Raises:
         CorruptSegmentError: The head of a part is lost and the columns are not those of this format.
@@ -60,24 +81,14 @@ def decode(found: Sequence[Found]) -> tuple[pa.Table, list[tuple[Found, int]]]:
         ]
         rows, counts = pa.concat_tables(pieces), [len(piece) for piece in pieces]
     rows = _in_columns(rows.combine_chunks(), SCHEMAS[found[0].table])
-    filled = [(one, count) for one, count in zip(found, counts, strict=True) if count]
-    lengths = [count for _, count in filled]
-    for index, (name, values) in enumerate(
-        (
-            ("run_id", to_column([one.run_id for one, _ in filled], pa.string())),
-            ("segment", to_column([one.segment for one, _ in filled], pa.int64())),
-            ("part", to_column([one.part for one, _ in filled], pa.int64())),
-        )
-    ):
-        rows = rows.add_column(index, pa.field(name, values.type), _repeated(values, lengths))
-    return rows, filled
+    return rows, [(one, count) for one, count in zip(found, counts, strict=True) if count]
 
 
 def _before(rows: pa.Table, one: Found) -> pa.Table:
     return rows.filter(pc.less(rows["seq"], one.before_seq)) if one.has_doubles else rows
 
 
-def _repeated(values: pa.Array, lengths: Sequence[int]) -> pa.Array:
+def repeated(values: pa.Array, lengths: Sequence[int]) -> pa.Array:
     """Return each value as often as its length says."""
     if not lengths:
         return values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import itertools
 import os
 import time
 from collections import defaultdict
@@ -46,6 +45,7 @@ from .files import (
     sealed_reached,
     size_of,
 )
+from .points import Packed, pack_ahead
 
 SMALL_TABLES: Final = ("segments", "checkpoints", "alerts", "batches", "gaps")
 
@@ -229,15 +229,14 @@ class Log:
         runs: Collection[str] | None = None,
         *,
         changed: Collection[str] | None = None,
-        take_points: Callable[[pa.Table], None] | None = None,
+        take_points: Callable[[Packed], None] | None = None,
     ) -> News:
         """Take in what is new.
 
         Args:
             runs: Only these runs and the runs they were forked from; None: all of the root.
             changed: Of these, look only into the folders of those in which something may be new; None: of all.
-            take_points: Called with new rows of open parts of metrics, some at a time; `run_id`, `segment` and `part`
-                stand in front. None: points are not read.
+            take_points: Called with new points of open parts, some at a time. None: points are not read.
 
         Raises:
             UsageError: There is no such run.
@@ -390,7 +389,7 @@ class Log:
         rows, _ = self._decode(found)
         if rows is None:
             return
-        news.rows[table].append(rows.drop_columns("part"))
+        news.rows[table].append(rows)
         if table == "segments":
             for row in rows.select(["run_id", "segment", "phase", "from_run", "from_segment"]).to_pylist():
                 self._runs[row["run_id"]][row["segment"]].ended |= row["phase"] == "end"
@@ -485,22 +484,37 @@ class Log:
 
     # Decoding
 
-    def _decode_points(self, found: Sequence[Found], take_points: Callable[[pa.Table], None] | None) -> None:
+    def _decode_points(self, found: Sequence[Found], take_points: Callable[[Packed], None] | None) -> None:
         """Hand on the points of some parts, and note how far their segments came."""
-        rows, counts = self._decode(found)
-        if rows is None:
-            return
-        ends = list(itertools.accumulate(count for _, count in counts))
-        last_rows = to_column([end - 1 for end in ends], pa.int64())
-        places = [rows[name].take(last_rows).cast(pa.int64()).to_pylist() for name in ("time", "step", "tokens")]
-        for (one, count), end, time_ms, step, last_tokens in zip(counts, ends, *places, strict=True):
+        for piece, result in pack_ahead(found):
+            try:
+                packed = result()
+            except CorruptSegmentError as error:
+                if len(piece) > 1:  # the others do not suffer
+                    for one in piece:
+                        self._decode_points([one], take_points)
+                else:
+                    self._cannot_decode(error)
+                continue
+            if packed is not None:
+                self._note_places(packed)
+                if take_points is not None:
+                    take_points(packed)
+
+    def _note_places(self, packed: Packed) -> None:
+        last_rows = to_column([end - 1 for end in packed.ends], pa.int64())
+        lasts = [
+            packed.places[name].take(last_rows).cast(pa.int64()).to_pylist() for name in ("time", "step", "tokens")
+        ]
+        all_tokens = packed.places["tokens"]
+        begin = 0
+        for one, end, time_ms, step, last_tokens in zip(packed.found, packed.ends, *lasts, strict=True):
             segment = self._runs[one.run_id][one.segment]
             segment.reach(Reached(EPOCH + dt.timedelta(milliseconds=time_ms), step, last_tokens))
-            first: int = pc.min(rows["tokens"].slice(end - count, count)).as_py()
+            first: int = pc.min(all_tokens.slice(begin, end - begin)).as_py()
             known = segment.first_tokens.get(one.part, first)
             segment.first_tokens[one.part] = None if known is None else min(first, known)
-        if take_points is not None:
-            take_points(rows)
+            begin = end
 
     def _decode(self, found: Sequence[Found]) -> tuple[pa.Table | None, list[tuple[Found, int]]]:
         """Decode parts; one that cannot be decoded counts as damaged, and the others do not suffer."""
@@ -511,9 +525,12 @@ class Log:
         except CorruptSegmentError as error:
             if len(found) > 1:
                 return self._decode([one for one in found if self._decode([one])[0] is not None])
-            path = str(error.path)
-            self._faults[path] = Damage(error.path, 0, size_of(path), error.reason)
+            self._cannot_decode(error)
             return None, []
+
+    def _cannot_decode(self, error: CorruptSegmentError) -> None:
+        path = str(error.path)
+        self._faults[path] = Damage(error.path, 0, size_of(path), error.reason)
 
 
 def _has_changed(segment: _Segment, listing: Listing, table: str, part: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
 import gc
 import os
 import tempfile
@@ -22,13 +23,13 @@ from llmtrack.writer.format import EVALS_FOLDER, SCHEMAS, TIME
 
 from .columns import to_table
 from .log import SMALL_TABLES, Log, News
+from .points import NAMES, PARTS, PLACES, VALUES, Packer
 
 STALLED_AFTER_S: Final = 900.0  # 30 heartbeats: storage may stand still for ten minutes under a run that is well
 LOST_AFTER_S: Final = 86_400.0
 
 _KEYS: Final = [("run_id", pa.string()), ("segment", pa.int64())]
 _POINT_COLUMNS: Final = ("seq", "time", "step", "tokens", "name", "value")
-_POINTS: Final = pa.schema([*_KEYS, ("part", pa.int64()), *(SCHEMAS["metrics"].field(name) for name in _POINT_COLUMNS)])
 _EVALS: Final = pa.schema([_KEYS[0], ("file", pa.string()), ("row_number", pa.int64()), *SCHEMAS["evals"]])
 _REACHED: Final = pa.schema(
     [*_KEYS, ("time", TIME), ("step", pa.int64()), ("tokens", pa.int64()), ("dropped", pa.int64())]
@@ -40,6 +41,27 @@ _DAMAGES: Final = pa.schema(
 _NOW: Final = pa.schema([("time", TIME), ("stalled_before", TIME), ("lost_before", TIME)])
 _HIVE: Final = "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'segment': BIGINT}"
 DAMAGES: Final = "SELECT run_id, path, first_byte, end_byte, reason FROM damages ORDER BY path, first_byte"
+# Of open parts; a row is gone as soon as its place is.
+_OPEN_POINTS: Final = """
+    SELECT p.run_id, p.segment, r.seq, r.time, r.step, r.tokens, n.name, v.value
+    FROM log.open_values v
+    JOIN log.open_names n ON n.id = v.name_id
+    JOIN log.open_places r ON r.id = v.place_id
+    JOIN log.open_parts p ON p.id = r.part_id
+"""
+_FORGET_PLACES: Final = """
+    DELETE FROM log.open_places r
+    WHERE EXISTS (
+        SELECT 1
+        FROM log.open_parts p
+        JOIN llmtrack_rows k ON k.run_id = p.run_id AND k.segment = p.segment AND coalesce(k.part, p.part) = p.part
+        WHERE p.id = r.part_id AND r.seq >= k.seq
+    )
+"""
+_FORGET_VALUES: Final = """
+    DELETE FROM log.open_values v
+    WHERE NOT EXISTS (SELECT 1 FROM log.open_places r WHERE r.id = v.place_id)
+"""
 _VIEWS_BEGIN: Final = "-- ==== Views"
 _CONFIG: Final[dict[str, str | bool | int | float | list[str]]] = {
     # Nodes without internet: whatever is not there must fail at once instead of being looked for.
@@ -67,6 +89,7 @@ class _State:
         self.stalled = dt.timedelta(seconds=stalled_s)
         self.lost = dt.timedelta(seconds=lost_s)
         self.files: _Files | None = None
+        self.packer = Packer()
 
 
 _states: weakref.WeakKeyDictionary[duckdb.DuckDBPyConnection, _State] = weakref.WeakKeyDictionary()
@@ -164,7 +187,10 @@ def _fill(con: duckdb.DuckDBPyConnection, state: _State) -> None:
     con.execute("CREATE SCHEMA log")
     for table, schema in (
         *((_table_name(name), pa.schema([*_KEYS, *SCHEMAS[name]])) for name in SMALL_TABLES),
-        ("open_points", _POINTS),
+        ("open_names", NAMES),
+        ("open_parts", PARTS),
+        ("open_places", PLACES),
+        ("open_values", VALUES),
         ("no_evals", _EVALS),
     ):
         _replace(con, table, pa.Table.from_batches([], schema))
@@ -189,9 +215,12 @@ def refresh(con: duckdb.DuckDBPyConnection, runs: Collection[str] | None = None)
     with con.cursor() as writing:  # of its own: the caller may be in the middle of reading a result
         writing.execute("BEGIN")
         try:
-            take = (lambda rows: _insert(writing, "open_points", rows)) if state.points else None
+            insert = functools.partial(_insert, writing)
+            take = functools.partial(state.packer.add, insert=insert) if state.points else None
             with _collector_at_rest():
-                _apply(writing, state, state.log.read(state.runs, changed=runs, take_points=take))
+                news = state.log.read(state.runs, changed=runs, take_points=take)
+                state.packer.flush(insert)
+                _apply(writing, state, news)
             writing.execute("COMMIT")
         except BaseException:
             writing.execute("ROLLBACK")
@@ -248,11 +277,10 @@ def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
     log = state.log
     for table in SMALL_TABLES:
         old = sorted({*news.gone, *news.replaced[table]})
-        _delete(con, _table_name(table), ["run_id", "segment"], old)
+        _delete(con, _table_name(table), old)
         for rows in news.rows.get(table, ()):
             _insert(con, _table_name(table), rows)
-    _delete(con, "open_points", ["run_id", "segment"], news.gone)
-    _delete(con, "open_points", ["run_id", "segment", "part"], news.taken_back, from_seq=True)
+    _forget_points(con, news)
     _replace(con, "folders", to_table(pa.schema(_KEYS), log.segments()))
     _replace(
         con,
@@ -289,7 +317,7 @@ def _name_files(con: duckdb.DuckDBPyConnection, files: _Files) -> None:
     """Say where the points and evals are: the files are named one by one, so that a snapshot stays what it was."""
     columns = ", ".join(("run_id", "segment", *_POINT_COLUMNS))
     for view, parts in (("points", files.parts), ("points_before", files.before)):
-        source = f"SELECT {columns} FROM log.open_points" + (" WHERE false" if parts is None else "")
+        source = _OPEN_POINTS + (" WHERE false" if parts is None else "")
         if parts:
             source += f" UNION ALL SELECT {columns} FROM read_parquet({_literal(parts)}, {_HIVE})"
         con.execute(f"CREATE OR REPLACE VIEW log.{view} AS {source}")
@@ -322,24 +350,21 @@ def _insert(con: duckdb.DuckDBPyConnection, table: str, rows: pa.Table) -> None:
     _with_rows(con, rows, f"INSERT INTO log.{table} SELECT * FROM llmtrack_rows")
 
 
-def _delete(
-    con: duckdb.DuckDBPyConnection,
-    table: str,
-    columns: Sequence[str],
-    keys: Sequence[Sequence[object]],
-    *,
-    from_seq: bool = False,
-) -> None:
-    if not keys:
-        return
-    types = {"run_id": pa.string()}
-    fields = [(name, types.get(name, pa.int64())) for name in (*columns, *(["seq"] if from_seq else []))]
-    same = " AND ".join(f"t.{name} = k.{name}" for name in columns) + (" AND t.seq >= k.seq" if from_seq else "")
-    _with_rows(
-        con,
-        to_table(pa.schema(fields), keys),
-        f"DELETE FROM log.{table} t WHERE EXISTS (SELECT 1 FROM llmtrack_rows k WHERE {same})",
-    )
+def _delete(con: duckdb.DuckDBPyConnection, table: str, keys: Sequence[tuple[str, int]]) -> None:
+    """Delete all rows of some segments."""
+    if keys:
+        same = "t.run_id = k.run_id AND t.segment = k.segment"
+        statement = f"DELETE FROM log.{table} t WHERE EXISTS (SELECT 1 FROM llmtrack_rows k WHERE {same})"
+        _with_rows(con, to_table(pa.schema(_KEYS), keys), statement)
+
+
+def _forget_points(con: duckdb.DuckDBPyConnection, news: News) -> None:
+    """Delete the points of segments that are gone, and those that do not count any more."""
+    keys = [*((*key, None, 0) for key in news.gone), *news.taken_back]
+    if keys:
+        rows = to_table(pa.schema([*_KEYS, ("part", pa.int64()), ("seq", pa.int64())]), keys)
+        _with_rows(con, rows, _FORGET_PLACES)
+        con.execute(_FORGET_VALUES)
 
 
 def _with_rows(con: duckdb.DuckDBPyConnection, rows: pa.Table, statement: str) -> None:

@@ -17,6 +17,7 @@ import pytest
 from llmtrack.query import connect
 from llmtrack.query.files import Listing
 from llmtrack.query.log import Log, News, _Segment
+from llmtrack.query.points import Packed
 from llmtrack.writer.errors import UsageError
 from llmtrack.writer.format import SCHEMAS, part_name, segment_folder
 from llmtrack.writer.log.seal import seal_part
@@ -36,7 +37,7 @@ class Reader:
     def read(self, runs: Sequence[str] | None = None) -> list[float]:
         """Read what is new, and return the values of all points there are in open parts."""
         new: list[dict[str, Any]] = []
-        self.news = self.log.read(runs, take_points=lambda rows: new.extend(rows.to_pylist()))
+        self.news = self.log.read(runs, take_points=lambda packed: new.extend(unpacked(packed)))
         for run_id, segment, part, seq in self.news.taken_back:
             self.rows = [
                 row
@@ -51,6 +52,17 @@ class Reader:
         """Return the values of all points, in open parts and sealed ones."""
         sealed = [value for path in self.log.sealed_parts() for value in pq.read_table(path)["value"].to_pylist()]
         return sorted([*sealed, *(row["value"] for row in self.rows)])
+
+
+def unpacked(packed: Packed) -> list[dict[str, Any]]:
+    """Return points as rows with everything that belongs to them."""
+    rows: list[dict[str, Any]] = []
+    for place, name, value in zip(packed.place_of, packed.name_of, packed.values, strict=True):
+        (coordinates,) = packed.places.slice(place.as_py(), 1).to_pylist()
+        one = packed.found[packed.part_of[place.as_py()].as_py()]
+        key = {"run_id": one.run_id, "segment": one.segment, "part": one.part}
+        rows.append({**key, **coordinates, "name": packed.names[name.as_py()], "value": value.as_py()})
+    return rows
 
 
 def points(first: int, last: int, **more: Any) -> list[dict[str, Any]]:
