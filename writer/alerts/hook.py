@@ -152,9 +152,9 @@ def _close(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def _variable(value: object) -> bytes:
+def _variable(value: object) -> str:
     """Return a value as an environment variable can hold it; its standard input has all of it."""
-    return str(value).encode("utf-8", "replace").replace(b"\0", b"?")[:_LONGEST_VARIABLE]
+    return os.fsdecode(str(value).encode("utf-8", "replace").replace(b"\0", b"?")[:_LONGEST_VARIABLE])
 
 
 def _plain(value: object) -> Any:
