@@ -392,7 +392,7 @@ def test_detectors_are_a_flag_or_a_list() -> None:
     mine = Above()
     assert check_detectors((mine,), 8) == [mine]
     text = Above()
-    text.metrics = "train/loss"  # type: ignore[assignment]
+    text.metrics = "train/loss"  # type: ignore[assignment]  # ty: ignore[invalid-assignment]
     for strange in ("all", 7, [LossSpike], [Detector()], {"a": mine}, [text]):
         with pytest.raises(UsageError, match="alerts="):
             check_detectors(strange, 8)
