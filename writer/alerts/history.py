@@ -14,6 +14,7 @@ from llmtrack.writer.errors import LlmtrackError
 from llmtrack.writer.format import OPEN_SUFFIX, PART_FILE, segment_folder
 from llmtrack.writer.lineage.path import Stretch, path
 from llmtrack.writer.lineage.records import Records
+from llmtrack.writer.log.arrays import one, strings
 from llmtrack.writer.log.stream import read_part
 
 from .watch import HistoryRow
@@ -66,9 +67,10 @@ def _newest_parts(root: Path, stretch: Stretch) -> Iterator[Path]:
 def _rows_of(part: Path, stretch: Stretch, metrics: Collection[str]) -> list[HistoryRow]:
     try:
         table = _read_open(part) if part.suffix == OPEN_SUFFIX else _read_sealed(part, metrics)
+        lowest, highest = (one(limit, pa.int64())[0] for limit in (stretch.lo, stretch.hi))
         keep = pc.and_(
-            pc.is_in(table["name"], value_set=pa.array(sorted(metrics), pa.string())),
-            pc.and_(pc.greater(table["tokens"], stretch.lo), pc.less_equal(table["tokens"], stretch.hi)),
+            pc.is_in(table["name"], value_set=strings(sorted(metrics))),
+            pc.and_(pc.greater(table["tokens"], lowest), pc.less_equal(table["tokens"], highest)),
         )
         points: list[dict[str, Any]] = table.filter(keep).sort_by("seq").to_pylist()
     except (OSError, LlmtrackError, pa.ArrowException):
