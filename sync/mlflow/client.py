@@ -68,6 +68,9 @@ def resolve_uri(uri: str | None) -> str:
         )
     if re.match(r"[0-9]+(/|$)", rest):
         raise UsageError(f"{uri!r} is no address", hint=f"--tracking-uri http://{uri}")
+    if scheme in {"http", "https"} and "/#/" in rest:  # copied from the browser
+        server, _, page = without_credentials(uri).partition("/#/")
+        raise UsageError(f"{server}/#/{page} is a page, and not the server's address", hint=f"--tracking-uri {server}")
     if scheme.partition("+")[0] in {"sqlite", *_DATABASE_PORTS} and importlib.util.find_spec("sqlalchemy") is None:
         raise UsageError(
             f"{without_credentials(uri)!r} needs the whole of MLflow, and only mlflow-skinny is installed",
@@ -141,6 +144,11 @@ def _translate(error: Exception, uri: str, run_id: str | None) -> LlmtrackError:
     if causes & _NO_ADDRESS:
         return UsageError(f"{uri} is no address that MLflow knows: {text}", hint="http://HOST:PORT or sqlite:///FILE")
     for holds, message, hint in (
+        (
+            causes & {"SSLError"} and re.search("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE", text),
+            f"{uri} answers, but without TLS",
+            f"--tracking-uri {uri.replace('https:', 'http:', 1)}",
+        ),
         (
             causes & {"SSLError"},
             f"the certificate of {uri} is not trusted: {text}",

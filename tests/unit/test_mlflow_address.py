@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from llmtrack.sync.mlflow.client import local_folder, resolve_uri
-from llmtrack.writer.errors import UsageError
+from llmtrack.sync.mlflow.client import connect, local_folder, resolve_uri
+from llmtrack.writer.errors import RejectedError, UsageError
 
 
 @pytest.mark.parametrize("uri", ["databricks", "databricks://profile", "databricks-uc", "uc:http://127.0.0.1:9"])
@@ -30,6 +32,27 @@ def test_a_host_and_port_alone_are_told_what_is_missing() -> None:
     with pytest.raises(UsageError, match="no address") as refused:
         resolve_uri("mlflow:5000")
     assert "http://mlflow:5000" in str(refused.value)
+
+
+def test_a_page_copied_from_the_browser_is_told_its_server() -> None:
+    """Nobody types ``/#/experiments/1``, and a password in it is not shown."""
+    with pytest.raises(UsageError, match="not the server's address") as refused:
+        resolve_uri("http://me:secret@mlflow:5000/prefix/#/experiments/1")
+    assert str(refused.value).endswith("--tracking-uri http://mlflow:5000/prefix")
+    assert "secret" not in str(refused.value)
+
+
+def test_https_to_a_server_that_speaks_http_is_no_matter_of_certificates() -> None:
+    """The hint is the address that works."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(RejectedError, match="without TLS") as refused:
+            connect(f"https://127.0.0.1:{server.server_port}", 5.0)
+        assert f"--tracking-uri http://127.0.0.1:{server.server_port}" in str(refused.value)
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_tables_go_beside_a_local_database(tmp_path: Path) -> None:
