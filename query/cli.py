@@ -67,7 +67,7 @@ def ls(*, names: Sequence[str], root: Path, as_json: bool) -> int:
         if as_json:
             click.echo(to_json(rows))
         elif not rows:
-            say(f"there are no runs in {root}")
+            say(f"there are no runs in {root.resolve()}")
         else:
             _print_runs(rows)
         return report_damages(con, wanted)

@@ -197,7 +197,7 @@ def _sync(
         sink.close()
         log.close()
     if not runs and not (as_json or quiet):
-        click.echo(f"there are no runs in {root}")
+        click.echo(f"there are no runs in {root.resolve()}")
     elif as_json:
         click.echo(to_json(show.rows(outcome)))
     elif not quiet:
