@@ -286,6 +286,7 @@ def _say_commands(place: Place, run_id: str) -> None:
         f"""  {_program("mlflow")} ui --backend-store-uri {uri}
   {_program("llmtrack")} show {run_id} --root {root}
   {_program("llmtrack")} plot {run_id} train/loss train/grad_norm --root {root}
+  {_program("llmtrack")} report {run_id} --root {root} -o {shlex.quote(str(place.folder / "report.html"))}
   {_program("llmtrack")} sql --root {root} "{query}"
   {_program("llmtrack-sync")} {root} --to mlflow --tracking-uri {uri} --state {shlex.quote(str(place.state))}"""
     )

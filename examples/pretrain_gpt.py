@@ -356,7 +356,8 @@ def train(args: argparse.Namespace) -> None:
             if step % args.log_every == 0 or trainer.finished:
                 at, newest = reducer.newest()  # what has come from all ranks by now: nothing is waited for
                 loss, speed = newest.get("train/loss", math.nan), newest.get("throughput/tokens_per_s", math.nan)
-                say(ranks, f"step {step:5d}  tokens {tokens:9,d}  at {at:5d}: loss {loss:.4f}  {speed:7,.0f} tokens/s")
+                known = f"  at step {at:5d}: loss {loss:.4f}  {speed:7,.0f} tokens/s" if newest else ""
+                say(ranks, f"step {step:5d}  tokens {tokens:9,d}{known}")
 
             if step % args.checkpoint_every == 0 or trainer.finished:
                 reducer.flush(step, tokens)  # the last point before a checkpoint covers what the checkpoint has seen
