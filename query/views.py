@@ -9,7 +9,7 @@ import gc
 import os
 import tempfile
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -85,10 +85,24 @@ class _Files:
 
 
 class _State:
-    """What belongs to one connection."""
+    """What belongs to one connection.
 
-    def __init__(self, log: Log, runs: frozenset[str] | None, *, points: bool, stalled_s: float, lost_s: float) -> None:
-        self.log = log
+    Attributes:
+        is_behind: A refresh failed: what the log and the packer have read since is not in the database.
+    """
+
+    def __init__(
+        self,
+        open_log: Callable[[], Log],
+        runs: frozenset[str] | None,
+        *,
+        points: bool,
+        stalled_s: float,
+        lost_s: float,
+    ) -> None:
+        self.open_log = open_log
+        self.log = open_log()
+        self.is_behind = False
         self.runs = runs
         self.points = points
         self.stalled = dt.timedelta(seconds=stalled_s)
@@ -126,8 +140,9 @@ def connect(
     """
     stalled_s = _seconds("LLMTRACK_STALLED_AFTER", STALLED_AFTER_S) if stalled_after_s is None else stalled_after_s
     lost_s = _seconds("LLMTRACK_LOST_AFTER", LOST_AFTER_S) if lost_after_s is None else lost_after_s
-    log = Log(Path(os.path.abspath(root)), check=check and points, footers=points)
-    state = _State(log, None if runs is None else frozenset(runs), points=points, stalled_s=stalled_s, lost_s=lost_s)
+    open_log = functools.partial(Log, Path(os.path.abspath(root)), check=check and points, footers=points)
+    chosen = None if runs is None else frozenset(runs)
+    state = _State(open_log, chosen, points=points, stalled_s=stalled_s, lost_s=lost_s)
     con = duckdb.connect(config=_CONFIG)
     _fill(con, state)
     return con
@@ -154,9 +169,8 @@ def save_catalog(
         UsageError: There is no such folder or run, the file is something else, or cannot be written.
     """
     target = Path(os.path.abspath(path))
-    log = Log(Path(os.path.abspath(root)), check=True)
     state = _State(
-        log,
+        functools.partial(Log, Path(os.path.abspath(root)), check=True),
         None if runs is None else frozenset(runs),
         points=True,
         stalled_s=_seconds("LLMTRACK_STALLED_AFTER", STALLED_AFTER_S),
@@ -221,6 +235,9 @@ def refresh(con: duckdb.DuckDBPyConnection, runs: Collection[str] | None = None)
     with con.cursor() as writing:  # of its own: the caller may be in the middle of reading a result
         writing.execute("BEGIN")
         try:
+            if state.is_behind:
+                _start_over(writing, state)
+                runs = None
             insert = functools.partial(_insert, writing)
             take = functools.partial(state.packer.add, insert=insert) if state.points else None
             with _collector_at_rest():
@@ -229,8 +246,17 @@ def refresh(con: duckdb.DuckDBPyConnection, runs: Collection[str] | None = None)
                 _apply(writing, state, news)
             writing.execute("COMMIT")
         except BaseException:
+            state.is_behind = True
             writing.execute("ROLLBACK")
             raise
+        state.is_behind = False
+
+
+def _start_over(con: duckdb.DuckDBPyConnection, state: _State) -> None:
+    """Forget all that was read, so that it is read again."""
+    state.log, state.packer = state.open_log(), Packer()
+    for table in (*map(_table_name, SMALL_TABLES), "open_names", "open_parts", "open_places", "open_values"):
+        con.execute(f"DELETE FROM log.{table}")
 
 
 def set_aside(con: duckdb.DuckDBPyConnection, path: str, reason: str) -> None:

@@ -455,6 +455,26 @@ def test_a_run_that_finishes_and_is_sealed_between_two_refreshes_keeps_its_point
         assert cursor.execute("SELECT status FROM runs").fetchall() == [("finished",)]
 
 
+@pytest.mark.parametrize("only", [None, ["b"]], ids=["all", "a run that a watcher names"])
+def test_a_refresh_that_failed_in_the_middle_costs_no_point(tmp_path: Path, only: list[str] | None) -> None:
+    """Somebody else changes the database at that moment: the next refresh has all that the failed one had read."""
+    first = write_segment(tmp_path, Segment("a", 1, points=loss(10)))
+    write_segment(tmp_path, Segment("b", 1, points=loss(10)))
+    with connect(tmp_path) as con:
+        write_part(first, "metrics", [{"seq": 9, "time": DAY, "tokens": 20, "name": "new", "value": 1.0}], part=2)
+        with con.cursor() as other:
+            other.execute("BEGIN")
+            other.execute("DROP TABLE log.damages")
+            with pytest.raises(duckdb.TransactionException):
+                refresh(con)
+            other.execute("ROLLBACK")
+        refresh(con, runs=only)
+        points = "SELECT run_id, name, tokens FROM metrics ORDER BY ALL"
+        assert con.execute(points).fetchall() == [("a", "loss", 10), ("a", "new", 20), ("b", "loss", 10)]
+        refresh(con)
+        assert len(con.execute(points).fetchall()) == 3
+
+
 def test_resumes_by_the_public_api_make_one_run(tmp_path: Path) -> None:
     """Five starts, the id only from the checkpoint: one run, five segments, one value a step."""
     meta = None
