@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import duckdb
 import pyarrow as pa
@@ -31,7 +31,7 @@ _SPANS: Final = """
     ORDER BY run_id, hi DESC
 """
 _LAST_SEALED: Final = """
-    SELECT f.path, max_by({{'tokens': p.tokens, 'value': p.value}}, (p.tokens, p.seq)) AS last
+    SELECT f.path, max_by({{'tokens': p.tokens, 'step': p.step, 'value': p.value}}, (p.tokens, p.seq)) AS last
     FROM read_parquet([{paths}], filename = true, hive_partitioning = false) p
     JOIN (VALUES {bounds}) f (path, lo, hi) ON f.path = p.filename
     WHERE p.name = ? AND p.tokens > f.lo AND p.tokens <= f.hi
@@ -50,8 +50,16 @@ class _Part:
         return self.path.endswith(SEALED_SUFFIX)
 
 
-def last_values(con: duckdb.DuckDBPyConnection, name: str, run_ids: Collection[str]) -> dict[str, tuple[int, float]]:
-    """Return tokens and value of the last point on the curve of each run; nothing of one whose newest parts have none.
+class LastValue(NamedTuple):
+    """The last point of a curve."""
+
+    tokens: int
+    step: int
+    value: float
+
+
+def last_values(con: duckdb.DuckDBPyConnection, name: str, run_ids: Collection[str]) -> dict[str, LastValue]:
+    """Return the last point on the curve of each run; nothing of one whose newest parts have none.
 
     Args:
         con: Made by `connect`; points are not needed.
@@ -64,7 +72,7 @@ def last_values(con: duckdb.DuckDBPyConnection, name: str, run_ids: Collection[s
         if run_id in run_ids:
             spans[run_id].append((span[0], span[1], span[2], span[3]))
     waiting = {run_id: itertools.islice(_newest_first(log, places, name), _PARTS) for run_id, places in spans.items()}
-    found: dict[str, tuple[int, float]] = {}
+    found: dict[str, LastValue] = {}
     while waiting:  # most runs have it in their newest part
         asked = {run_id: part for run_id, parts in waiting.items() if (part := next(parts, None)) is not None}
         sealed = _last_sealed(con, [part for part in asked.values() if part.is_sealed], name)
@@ -93,13 +101,13 @@ def _newest_first(log: Log, places: Sequence[tuple[str, int, int, int]], name: s
                 yield _Part(sealed, lo, hi)
 
 
-def _last_sealed(con: duckdb.DuckDBPyConnection, parts: Sequence[_Part], name: str) -> dict[_Part, tuple[int, float]]:
+def _last_sealed(con: duckdb.DuckDBPyConnection, parts: Sequence[_Part], name: str) -> dict[_Part, LastValue]:
     if not parts:
         return {}
     alike: dict[str, list[_Part]] = defaultdict(list)
     for part in parts:
         alike[part.path].append(part)  # of a parent that several runs came from
-    found: dict[_Part, tuple[int, float]] = {}
+    found: dict[_Part, LastValue] = {}
     while alike:
         some = [same.pop() for same in alike.values()]
         # As text: DuckDB imports pandas to look at a list, which takes longer than the query.
@@ -108,12 +116,12 @@ def _last_sealed(con: duckdb.DuckDBPyConnection, parts: Sequence[_Part], name: s
         query = _LAST_SEALED.format(paths=", ".join(paths.values()), bounds=", ".join(bounds))
         by_path = {part.path: part for part in some}
         for path, last in con.execute(query, [name]).fetchall():
-            found[by_path[path]] = (last["tokens"], last["value"])
+            found[by_path[path]] = LastValue(last["tokens"], last["step"], last["value"])
         alike = {path: same for path, same in alike.items() if same}
     return found
 
 
-def _last_open(part: _Part, name: str) -> tuple[int, float] | None:
+def _last_open(part: _Part, name: str) -> LastValue | None:
     offsets = [0]
     if (size := size_of(part.path)) > 2 * _TAIL_BYTES:
         offsets.insert(0, size - _TAIL_BYTES)
@@ -128,5 +136,5 @@ def _last_open(part: _Part, name: str) -> tuple[int, float] | None:
         kept = rows.filter(pc.and_(pc.equal(rows["name"], to_column([name], pa.string())[0]), inside))
         if len(kept):
             last = kept.slice(len(kept) - 1)  # a writer refuses tokens that go backwards: the last row is the furthest
-            return last["tokens"][0].as_py(), last["value"][0].as_py()
+            return LastValue(*(last[column][0].as_py() for column in LastValue._fields))
     return None

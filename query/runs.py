@@ -130,7 +130,10 @@ def list_runs(con: duckdb.DuckDBPyConnection, root: Path, names: Sequence[str] =
         rows = [row for row in rows if row["run_id"] in wanted]
     losses = last_values(con, LOSS, {row["run_id"] for row in rows})
     for row in rows:
-        row["loss_tokens"], row["loss"] = losses.get(row["run_id"], (None, None))
+        last = losses.get(row["run_id"])
+        row["loss_tokens"], row["loss"] = (last.tokens, last.value) if last else (None, None)
+        if last and (row["tokens"] is None or last.tokens > row["tokens"]):
+            row["tokens"], row["step"] = last.tokens, last.step  # the heartbeat of an open part is up to 30 s old
         row["size_bytes"] = folder_bytes(str(run_folder(root, row["run_id"])))
     return rows
 

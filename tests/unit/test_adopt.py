@@ -108,3 +108,24 @@ def test_the_command_says_what_it_did(root: Path) -> None:
     arguments = ["second", "--from", "first", "--tokens", "600", "--root", str(root)]
     done = CliRunner().invoke(adopt_run, arguments)
     assert done.output == "segment 1 of second starts from segment 1 of first at 600 tokens\n"
+
+
+def test_a_place_that_was_never_reached_is_refused(root: Path) -> None:
+    """All of the adopted run would be before it, and none of its curve left."""
+    with open_run(root, run_id="running") as run:
+        run.log({"loss": 1.0}, step=8, tokens=800)
+        assert run.flush(60)
+        for other in ("first", "running"):  # sealed, and open
+            with pytest.raises(UsageError, match="came to 800 tokens, and never to 801"):
+                adopt(root, "second", from_run=other, tokens=801)
+    assert not list(root.glob("run_id=second/adoption=*"))
+
+
+def test_a_place_at_a_checkpoint_beyond_the_last_point_is_taken(tmp_path: Path) -> None:
+    """A run that logs now and then is saved in between."""
+    with open_run(tmp_path, run_id="first") as run:
+        run.log({"loss": 1.0}, step=8, tokens=800)
+        (tmp_path / "model").write_bytes(b"weights")
+        run.checkpoint(tmp_path / "model", step=9, tokens=900)
+    _train(tmp_path, "second", 10, 12, 2.0)
+    assert adopt(tmp_path, "second", from_run="first", tokens=900).tokens == 900

@@ -276,6 +276,18 @@ def test_damage_is_said_and_is_status_4(llmtrack: Command, root: Path, damaged: 
     assert result.out
 
 
+def test_ls_is_never_behind_the_loss_that_it_shows(llmtrack: Command, tmp_path: Path) -> None:
+    """The heartbeat of a run that was killed, or still runs, is up to half a minute older than its last row."""
+    points = [Point(step * 100, "train/loss", 1.0 / step) for step in range(1, 161)]
+    folder = write_segment(tmp_path, Segment("killed", 1, points=points))
+    write_heartbeat(folder, DAY, tokens=2000)
+    (row,) = llmtrack("ls", "--root", tmp_path, "--json").rows
+    assert (row["tokens"], row["loss_tokens"]) == (16000, 16000)
+    with connect(tmp_path) as con:
+        steps = con.execute("SELECT max(step) FROM metrics").fetchone()
+    assert (row["step"],) == steps
+
+
 def test_ls_sees_damage_in_records_and_ends_of_parts(llmtrack: Command, root: Path) -> None:
     """It counts it beside the run."""
     sealed = root / "run_id=pretrain-7b" / "segment=00002" / part_name("metrics", 7, ".parquet")

@@ -16,6 +16,8 @@ from .cadence import Cadence, Group
 # Measured with the table that comes along, fp32 values and times that jitter.
 _SEALED_BYTES_A_POINT: Final = 4.5
 _SEALED_BYTES_A_PART: Final = 3_000
+_SEALED_BYTES_A_NAME: Final = 40  # of each metric in each part: the footer has them, in two places
+_SEALED_BYTES_OF_NAMES: Final = 40_000  # at most
 _OPEN_BYTES_A_POINT: Final = 7.5
 _OPEN_BYTES_A_BATCH: Final = 1_650  # a flush: a message has its own header, and names and numbers compress alone
 # segments, checkpoints, alerts, batches and heartbeat; gaps are no plan
@@ -143,6 +145,7 @@ def make_plan(
     parts = max(math.ceil(open_bytes / limits.part_bytes), math.ceil(batches / limits.part_batches))
     parts += segments - 1  # each segment ends a part before it is full
     metrics = sum(group.metrics for group in groups)
+    part_bytes = _SEALED_BYTES_A_PART + min(metrics * _SEALED_BYTES_A_NAME, _SEALED_BYTES_OF_NAMES)
     return Plan(
         groups=tuple(groups),
         rows=rows,
@@ -150,7 +153,7 @@ def make_plan(
         metrics=metrics,
         step_time_s=step_time_s,
         hours=seconds / 3600,
-        disk_bytes=round(points * _SEALED_BYTES_A_POINT + parts * _SEALED_BYTES_A_PART),
+        disk_bytes=round(points * _SEALED_BYTES_A_POINT + parts * part_bytes),
         open_bytes=round(min(open_bytes, open_bytes / max(parts, 1) + _OPEN_BYTES_A_BATCH)),
         files=parts + segments * _FILES_A_SEGMENT,
         burst_points=_burst_points(cadence, layers),

@@ -7,15 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from llmtrack.writer.errors import LlmtrackError, UsageError
-from llmtrack.writer.format import SCHEMAS, adoption_folder, check_run_id
+from llmtrack.writer.errors import FormatError, LlmtrackError, UsageError, VersionError
+from llmtrack.writer.format import (
+    PART_FILE,
+    SCHEMAS,
+    SEALED_SUFFIX,
+    adoption_folder,
+    check_run_id,
+    segment_folder,
+)
 from llmtrack.writer.lineage.opening import claim_folder
-from llmtrack.writer.lineage.path import Stretch, path
+from llmtrack.writer.lineage.path import UNBOUNDED, Stretch, path
 from llmtrack.writer.lineage.records import Records
 from llmtrack.writer.log.appender import Appender
 from llmtrack.writer.log.publish import sync_folder
-from llmtrack.writer.log.stream import encode_batch
+from llmtrack.writer.log.stream import encode_batch, read_part
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ def adopt(
         raise UsageError(f"run {run_id} has no segment {segment or ''}", hint=f"llmtrack show {run_id} shows them")
     if from_run == run_id:
         raise UsageError(f"{run_id} cannot start from itself", hint="--from names the other run")
-    origin = _place(records, from_run, from_segment, tokens)
+    origin = _place(root, records, from_run, from_segment, tokens)
     for stretch in path(records.start_of, from_run, origin.segment, tokens):
         if stretch.run_id == run_id and stretch.segment >= adopted.segment:
             raise UsageError(
@@ -111,15 +119,44 @@ def adopt(
     return Adoption(run_id, adopted.segment, from_run, origin.segment, tokens, folder)
 
 
-def _place(records: Records, run_id: str, segment: int | None, tokens: int) -> Stretch:
+def _place(root: Path, records: Records, run_id: str, segment: int | None, tokens: int) -> Stretch:
     """Return the stretch that a place is on."""
     head = records.head(run_id)
     newest = segment if segment is not None else head.segment if head is not None else 0
     stretches = path(records.start_of, run_id, newest)
     for stretch in stretches:
         if stretch.run_id == run_id and stretch.lo < tokens <= stretch.hi and segment in (None, stretch.segment):
+            reached = _reached(root, stretch) if stretch.hi == UNBOUNDED else None
+            if reached is not None and tokens > reached:
+                raise UsageError(
+                    f"segment {stretch.segment} of {run_id} came to {reached} tokens, and never to {tokens}",
+                    hint=f"--tokens {reached} is its end",
+                )
             return stretch
     raise UsageError(
         f"{tokens} tokens are on no stretch of {f'segment {segment} of ' if segment else ''}run {run_id}",
         hint=f"llmtrack show {run_id} shows from where to where its segments go",
     )
+
+
+def _reached(root: Path, stretch: Stretch) -> int | None:
+    """Return the tokens of the furthest point or record of a segment; None if not all of it can be read."""
+    furthest = stretch.lo
+    try:
+        for part in segment_folder(root, stretch.run_id, stretch.segment).iterdir():
+            match = PART_FILE.fullmatch(part.name)
+            if match is None:
+                continue
+            if part.suffix == SEALED_SUFFIX:
+                tokens = [int((pq.read_metadata(part).metadata or {})[b"llmtrack.tokens_max"])]
+            else:
+                content = read_part(part)
+                if content.damages:
+                    return None
+                tokens = [value for value in content.table["tokens"].to_pylist() if value is not None]
+            furthest = max([furthest, *tokens])
+    except VersionError:
+        raise
+    except (OSError, FormatError, pa.ArrowException, KeyError, ValueError):
+        return None  # `llmtrack verify` tells of damage
+    return furthest
