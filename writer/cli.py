@@ -292,12 +292,18 @@ def plan(
     budget. Sizes and rates are estimates from measurements; limits are those that the trackers document.
     """
     if prints_default:
+        if cadence is not None or steps is not None:
+            raise UsageError(
+                "--default prints the table that comes along, and makes no plan",
+                hint="leave it out: without CADENCE a plan is made of that table",
+            )
         click.echo(DEFAULT_FILE.read_text(encoding="utf-8"), nl=False)
         return
+    table = Cadence.load(cadence or DEFAULT_FILE)
     if steps is None or (params is None and layers is None):
         raise UsageError("a plan needs steps and a size", hint="give --steps 500k, and --params 7B or --layers 32")
     made = make_plan(
-        Cadence.load(cadence or DEFAULT_FILE),
+        table,
         steps=round(steps),
         layers=layers or estimate_layers(params or 1.0),
         step_time_s=step_time_s,

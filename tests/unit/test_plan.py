@@ -174,6 +174,20 @@ def test_the_table_that_comes_along_can_be_had() -> None:
     assert call("--default").stdout == DEFAULT_FILE.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--default", "--steps", "500k", "--params", "7B"), "makes no plan"),
+        (("nothing.toml", "--steps", "10"), "nothing.toml"),
+    ],
+)
+def test_what_a_plan_cannot_be_made_of_is_said_first(arguments: tuple[str, ...], says: str) -> None:
+    """A table beside the one that comes along, and a file that is not there."""
+    error = call(*arguments).exception
+    assert isinstance(error, llmtrack.UsageError)
+    assert says in str(error)
+
+
 @pytest.mark.parametrize("options", [(), ("--steps", "5"), ("--params", "7B")])
 def test_what_a_plan_needs_is_asked_for(options: tuple[str, ...]) -> None:
     """With an example."""
