@@ -171,6 +171,9 @@ class Page {
       },
       { rootMargin: NEAR_WINDOW },
     );
+    // What the window shows at first is drawn at once: a picture may be taken before the observer is asked.
+    const first = this.panels.filter((panel) => panel.figure.getBoundingClientRect().top < window.innerHeight);
+    first.forEach((panel) => panel.build());
     this.panels.forEach((panel) => seen.observe(panel.figure));
     if (!this.panels.length) document.body.dataset.ready = "yes";
     let width = window.innerWidth;
