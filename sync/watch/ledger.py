@@ -17,7 +17,7 @@ from llmtrack.sync.replay.describe import tokens as in_words
 from llmtrack.writer.errors import LlmtrackError, UsageError
 
 from .notify import Happening, level_of
-from .stalls import Place, Sign, Verdict, read_sign
+from .stalls import Place, Sign, Verdict, Written, read_sign, read_written
 
 _CLOSED: Final = frozenset({"finished", "abandoned"})  # ends that nothing usually follows
 _SEGMENT_COLUMNS: Final = ("run_id", "segment", "phase", "seq", "time", "step", "tokens", "project", "from_run", "exit")
@@ -165,6 +165,10 @@ class Ledger:
         last = Sign(place, None if start is None else start["time"])
         return read_sign(self._root, run_id, run.head, last)
 
+    def written(self, run_id: str) -> Written:
+        """Return how much the newest segment of a run holds."""
+        return read_written(self._root, run_id, self.runs[run_id].head)
+
     def longest_pause_s(self, run_id: str, segment: int) -> float:
         """Return the longest time between two of the newest thousand rows of a segment; 0 when it has none."""
         import duckdb
@@ -225,12 +229,16 @@ def of_verdict(run: RunFacts, verdict: Verdict) -> Happening:
         text, kind, level = f"lost: no sign of life for {for_how_long}", "lost", "error"
     elif verdict.is_alive:
         text, kind, level = f"stalled: its process lives, and has logged nothing for {for_how_long}", "stalled", "error"
+    elif verdict.beat_s is not None:
+        text = f"stalled: no row for {for_how_long}, last heartbeat {_duration(verdict.beat_s)} ago"
+        kind, level = "stalled", "error"
     else:
         text, kind, level = f"stalled: no sign of life for {for_how_long}", "stalled", "error"
     place = verdict.place
+    again = f"/{verdict.again}" if verdict.again else ""
     return Happening(
         # The same silence is the same thing after a restart of the sync.
-        key=f"{run.run_id}/{place.segment}/{kind}/{place.tokens}/{place.step}",
+        key=f"{run.run_id}/{place.segment}/{kind}/{place.tokens}/{place.step}{again}",
         kind=kind,
         level=level,
         run_id=run.run_id,

@@ -235,6 +235,8 @@ class Service:
         happened = self._ledger.refresh(self._scanner.readable())
         for one in happened:
             self._journal.is_new(one.key)
+        for run_id in self._ledger.runs:
+            self._note_written(run_id)
         earlier = record.load(record.record_path(self._folder, settings.root))
         if earlier is not None:
             same = earlier.options == self._record.options
@@ -301,7 +303,7 @@ class Service:
             self._receive(max(0.0, min(wakes) - now))
             now = time.monotonic()
             try:
-                if self._touched and now >= self._touched_s + _GATHER_S:
+                if self._touched and (now >= self._touched_s + _GATHER_S or now >= look_s):  # none is judged unheard
                     touched, self._touched = self._touched, set()
                     self._take_in(touched, now)
                 if now >= scan_s:
@@ -377,7 +379,7 @@ class Service:
         happened = self._ledger.refresh(set(changed) - {ROOT})
         for run_id in changed:
             if run_id in self._ledger.runs:
-                self._stalls.progress(run_id)
+                self._note_written(run_id)
                 self._mark(run_id, now)
         if ROOT in changed:  # evaluations of whichever run: looking is cheap where there is nothing
             for run_id in self._ledger.runs:
@@ -397,6 +399,11 @@ class Service:
             if where not in self._said_damages:
                 self._said_damages.add(where)
                 self._journal.say("damaged", f"damaged: {where}: {why}", level="error", where=where, reason=why)
+
+    def _note_written(self, run_id: str) -> None:
+        """Let a change count as progress when the run itself has written more."""
+        if self._ledger.runs[run_id].is_open and self._is_chosen(run_id):
+            self._stalls.written(run_id, self._ledger.written(run_id))
 
     def _offer(self, happened: list[Happening], run_ids: Collection[str] = ()) -> None:
         chosen = [one for one in happened if self._is_chosen(one.run_id)]

@@ -181,10 +181,15 @@ def test_a_killed_trainer_is_stalled_then_lost_and_back_and_the_others_go_on(
         with _training(watch.root, tmp_path / "ckpt", "dies"):
             wait_until(lambda: list((tmp_path / "ckpt").glob("dies-*.json")), "a checkpoint")
         wait_until(lambda: watch.journal.told("stalled"), "it is told to be stalled")
+        for part in watch.root.glob("run_id=dies/segment=*/*"):
+            part.touch()  # a report of a change, without a row more
+        (watch.root / "run_id=dies" / "evals").mkdir()  # somebody is about to evaluate
         wait_until(lambda: states(watch.database).get("dies") in {"stalled", "lost"}, "the tracker says so too")
         other = llmtrack.open_run(watch.root, run_id="other", project="watched")
         other.log({"train/loss": 1.0}, step=1, tokens=100)
         wait_until(lambda: watch.journal.told("lost"), "it is told to be lost")
+        assert not watch.journal.told("resumed")
+        assert all("lives" not in told["text"] for told in watch.journal.told("stalled"))
         wait_until(lambda: statuses(watch.database).get("dies") == "KILLED", "the status follows")
         wait_until(lambda: ("other", "provisional", 1) in stored(watch.database), "the other one goes on")
         newest = max((tmp_path / "ckpt").glob("dies-*.json"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrack.sync.watch.stalls import Place, Sign, Stalls, Verdict, read_sign
+from llmtrack.sync.watch.stalls import Place, Sign, Stalls, Verdict, read_sign, read_written
 from llmtrack.writer.format import segment_folder
 
 
@@ -21,6 +21,8 @@ class World:
         self.asked = 0
         self.stalls = Stalls(stalled_s, lost_s, self._longest_pause_s, clock=lambda: self.now_s)
         self.place = Place(1, 10, 10, 1000)
+        self.bytes = 1000
+        self.report()
         self.time = dt.datetime.now(dt.UTC)
 
     def _longest_pause_s(self, run_id: str, segment: int) -> float:
@@ -33,6 +35,15 @@ class World:
         number = self.place.segment if segment is None else segment
         self.place = Place(number, self.place.seq + 1, self.place.step + 1, self.place.tokens + 100)
         self.beat()
+
+    def write(self) -> None:
+        """Log a row of which no heartbeat tells yet."""
+        self.bytes += 100
+        self.report()
+
+    def report(self) -> None:
+        """Tell of a change in the run's folder, whatever it is."""
+        self.stalls.written("run", {"metrics": (self.place.segment, 1, self.bytes)})
 
     def beat(self) -> None:
         """Write a heartbeat."""
@@ -61,7 +72,9 @@ def test_a_run_that_dies_is_stalled_then_lost_and_back_when_it_goes_on() -> None
     assert verdict.status == "lost"
     assert not world.stalls.needs_look("run")
     world.now_s += 1
-    world.stalls.progress("run")
+    world.report()
+    assert not world.stalls.needs_look("run")
+    world.write()
     assert world.stalls.needs_look("run")
     verdict = world.pass_time(1)
     assert verdict is not None
@@ -74,8 +87,110 @@ def test_rows_are_progress_though_the_heartbeat_is_between_two_beats() -> None:
     world.train()
     for _ in range(30):
         world.pass_time(2)
-        world.stalls.progress("run")
+        world.write()
     assert world.stalls.status("run") == "running"
+
+
+def test_a_report_of_a_change_is_no_progress_without_a_row_more() -> None:
+    """A scan finds what an event had told before, somebody evaluates, the part of a dead run is sealed."""
+    world = World(stalled_s=10)
+    for _ in range(10):
+        world.write()
+        world.pass_time(1)
+    verdicts = [world.pass_time(1) for _ in range(12)]
+    for _ in range(10):
+        world.report()
+        world.stalls.written("run", {"metrics": (1, 1, 0)})
+        world.stalls.written("run", {})
+        verdicts.append(world.pass_time(1))
+    assert [verdict.status for verdict in verdicts if verdict is not None] == ["stalled"]
+    assert world.stalls.status("run") == "stalled"
+
+
+def test_a_second_stall_after_rows_is_another_and_none_without() -> None:
+    """The heartbeat may have had no time to tell of the rows between: the place is the same then."""
+    world = World(stalled_s=10)
+    world.pass_time(0)
+    told = []
+    for _ in range(2):
+        world.write()
+        told += [world.pass_time(1), *(world.pass_time(4) for _ in range(6))]
+    said = [verdict for verdict in told if verdict is not None]
+    assert [verdict.status for verdict in said] == ["stalled", "running", "stalled"]
+    assert said[0].place == said[2].place
+    assert said[0].again != said[2].again
+
+
+def test_a_heartbeat_that_tells_late_of_rows_is_no_progress() -> None:
+    """A process hangs; its next heartbeat has the place of rows that were seen before."""
+    world = World(stalled_s=10)
+    world.pass_time(0)
+    world.write()
+    verdicts = [world.pass_time(4) for _ in range(4)]
+    world.train()
+    verdicts += [world.pass_time(4) for _ in range(4)]
+    assert [verdict.status for verdict in verdicts if verdict is not None] == ["stalled"]
+
+
+def test_a_heartbeat_that_cannot_be_read_once_is_no_progress() -> None:
+    """Then a look finds the place of the start record, and the next one that of the heartbeat again."""
+    world = World(stalled_s=10)
+    world.train()
+    verdicts = [world.pass_time(4) for _ in range(4)]
+    place, world.place = world.place, Place(1, 0, 0, 0)
+    verdicts.append(world.pass_time(1))
+    world.place = place
+    verdicts += [world.pass_time(1) for _ in range(2)]
+    assert [verdict.status for verdict in verdicts if verdict is not None] == ["stalled"]
+
+
+@pytest.mark.parametrize("beats", [False, True])
+def test_a_process_lives_only_when_its_heartbeat_moved_after_its_last_row(beats: bool) -> None:
+    """One that was killed right after a checkpoint, whose heartbeat we saw a moment later than its rows."""
+    world = World(stalled_s=12)
+    world.pass_time(0)
+    world.now_s += 1
+    world.write()
+    world.beat()
+    assert world.pass_time(2) is None
+    assert world.pass_time(3) is None
+    if beats:
+        world.beat()
+    assert world.pass_time(3) is None
+    verdict = world.pass_time(5)
+    assert verdict is not None
+    assert (verdict.status, verdict.is_alive) == ("stalled", beats)
+    assert verdict.beat_s == pytest.approx(5 if beats else 11)
+
+
+def test_a_heartbeat_of_long_ago_says_nothing_of_now() -> None:
+    """It beat after its last row, and was killed ten minutes before the bound."""
+    world = World()
+    world.train()
+    world.pass_time(0)
+    world.pass_time(1)
+    world.beat()
+    world.pass_time(300)
+    verdict = world.pass_time(601)
+    assert verdict is not None
+    assert (verdict.status, verdict.is_alive) == ("stalled", False)
+    assert verdict.beat_s == pytest.approx(601)
+
+
+def test_what_a_segment_holds_grows_with_rows_and_parts_and_not_when_sealed(tmp_path: Path) -> None:
+    """Whoever seals the part of a dead run adds nothing to it."""
+    assert read_written(tmp_path, "run", 1) == {}
+    folder = segment_folder(tmp_path, "run", 1)
+    folder.mkdir(parents=True)
+    (folder / "heartbeat.json").write_text("{}")
+    (folder / "metrics-00001.parquet").write_bytes(bytes(900))
+    (folder / "metrics-00002.arrows").write_bytes(bytes(10))
+    before = read_written(tmp_path, "run", 1)
+    assert before == {"metrics": (1, 2, 10)}
+    (folder / "metrics-00002.arrows").rename(folder / "metrics-00002.parquet")
+    assert read_written(tmp_path, "run", 1)["metrics"] < before["metrics"]
+    (folder / "metrics-00003.arrows").write_bytes(bytes(5))
+    assert read_written(tmp_path, "run", 1)["metrics"] > before["metrics"]
 
 
 def test_a_process_that_hangs_and_still_beats_is_stalled_and_never_lost() -> None:
