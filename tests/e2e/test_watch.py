@@ -34,6 +34,8 @@ from tests.oracle import Point, Segment
 from tests.watching import Curves, difference, expected, states, statuses, stored
 
 _LONG_S = 120.0  # for what must happen; nothing is asserted about how fast
+# What nohup or a shell in the background had ignored would stay ignored.
+_AS_FROM_A_TERMINAL = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); s.signal(s.SIGHUP, s.SIG_DFL); "
 _TRAINER = Path(__file__).with_name("watched.py")
 
 
@@ -380,7 +382,7 @@ def test_signals_end_a_watch_before_the_tracker_answers(tmp_path: Path, case: tu
     command = [
         sys.executable,
         "-c",
-        "from llmtrack.sync.cli import main; main()",
+        _AS_FROM_A_TERMINAL + "from llmtrack.sync.cli import main; main()",
         str(root),
         *place,
         "--watch",

@@ -234,7 +234,8 @@ def test_the_default_is_a_database_beside_the_caller_and_the_output_is_clean(roo
 
 def test_an_interrupt_is_status_130_and_the_next_sync_goes_on(root: Path, elsewhere: Path) -> None:
     """Ctrl-C while the tracker is waited for ends at once, with one line."""
-    code = "from llmtrack.sync.cli import main; main()"
+    # A shell in the background has SIGINT ignored, and its children too.
+    code = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); from llmtrack.sync.cli import main; main()"
     call = [sys.executable, "-c", code, str(root), "--to", "mlflow", "--tracking-uri", "http://127.0.0.1:9", "-v"]
     process = subprocess.Popen(call, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": _checkout()})
     assert process.stderr is not None
