@@ -41,7 +41,7 @@ class Rule(Detector):
 
     def is_high(self, value: float) -> bool:
         """Return whether the rule calls this value a spike, and learn from it."""
-        raise NotImplementedError
+        raise NotImplementedError  # each rule below has its own
 
 
 class EmaZScore(Rule):

@@ -136,7 +136,7 @@ def _measure_points(folder: Path) -> _Figures:
         "points": con.execute("SELECT count(*) FROM metrics").fetchall()[0][0],
     }
     for name, query in _QUESTIONS.items():
-        figures |= _timed(name, lambda query=query: con.execute(query).fetchnumpy())  # type: ignore[misc]
+        figures |= _timed(name, lambda query=query: con.execute(query).fetchnumpy())  # type: ignore[misc]  # mypy: a lambda with a default
     raw = f"{folder}/points/run_id={_RUN}/*/metrics-*.parquet"
     query = f"SELECT tokens, value FROM read_parquet('{raw}') WHERE name = '{LOSS}' ORDER BY tokens"
     figures |= _timed("one series, raw DuckDB", lambda: con.execute(query).fetchnumpy())

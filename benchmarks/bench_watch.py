@@ -98,7 +98,8 @@ def _wait_until_idle(folder: Path, process: psutil.Process) -> None:
         before = process.cpu_times()
         time.sleep(5)
         after = process.cpu_times()
-        rest = rest + 1 if after.user + after.system - before.user - before.system < 0.5 else 0  # noqa: PLR2004
+        # Less than a tenth of a core is rest.
+        rest = rest + 1 if after.user + after.system - before.user - before.system < 0.5 else 0  # noqa: PLR2004 - seconds
 
 
 def _wait_until_renewed(process: psutil.Process) -> None:

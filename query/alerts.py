@@ -5,9 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import json
-import os
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +14,7 @@ import click
 import duckdb
 
 from llmtrack.writer.errors import UsageError
+from llmtrack.writer.log.publish import publish
 
 from . import layout
 from .cli import example, json_option, report_damages, root_option
@@ -214,10 +213,7 @@ def _write_skip(con: duckdb.DuckDBPyConnection, rows: Sequence[Row], path: Path,
     """Write the file whole or not at all: a trainer may be looking for it."""
     content = batches_to_skip(con, rows, around)
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-        os.chmod(file.name, 0o644)  # noqa: PTH101  # a name, not a Path
-        os.replace(file.name, path)  # noqa: PTH105
+        publish(path, (json.dumps(content, indent=1) + "\n").encode())
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     say(

@@ -147,7 +147,7 @@ def _until_it_is_there(world: World) -> None:
         if time.monotonic() > deadline_s:
             left = difference(expected(world.root), stored(world.database))
             raise AssertionError(f"{left}\n{world.status()}\n{world.log.read_text()[-4000:]}")
-        time.sleep(0.5)
+        time.sleep(0.5)  # between two looks: another process is waited for, which tells nobody
 
 
 def _once_more(world: World) -> None:
@@ -177,7 +177,7 @@ def _lock_out(database: Path, seconds: float) -> None:
     """Let nobody write to a database for a while."""
     with contextlib.closing(sqlite3.connect(database, isolation_level=None, timeout=60)) as con:
         con.execute("BEGIN EXCLUSIVE")
-        time.sleep(seconds)
+        time.sleep(seconds)  # the outage itself
         con.execute("ROLLBACK")
 
 

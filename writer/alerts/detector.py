@@ -74,7 +74,7 @@ class Detector:
         Args:
             values: Name -> value, with at least one of `metrics`.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # each detector has its own
 
     def pause(self) -> None:
         """Take note that the trainer did something else before the next row: an evaluation, a checkpoint."""
