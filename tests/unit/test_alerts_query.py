@@ -248,3 +248,13 @@ def test_a_moment_is_so_long_ago_or_a_time() -> None:
     for text in ("yesterday", "", "-1h", "5 parsecs", "99999999999w"):
         with pytest.raises(UsageError, match="is no time"):
             parse_since(text)
+
+
+def test_batches_to_skip_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:
+    """A folder has the name: that is said, and no half-written file lies beside it."""
+    train(tmp_path / "root", 0, 120, [100])
+    place_taken = tmp_path / "out" / "skip.json"
+    place_taken.mkdir(parents=True)
+    with pytest.raises(UsageError, match="cannot write"):
+        run_command("--root", str(tmp_path / "root"), "--alert", "run-1-1", "--skip-batches", str(place_taken))
+    assert list(place_taken.parent.iterdir()) == [place_taken]
