@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import random
+import resource
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -251,10 +252,15 @@ def test_a_moment_is_so_long_ago_or_a_time() -> None:
 
 
 def test_batches_to_skip_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:
-    """A folder has the name: that is said, and no half-written file lies beside it."""
+    """The storage takes ten bytes and no more: that is said, and no half-written file lies there."""
     train(tmp_path / "root", 0, 120, [100])
-    place_taken = tmp_path / "out" / "skip.json"
-    place_taken.mkdir(parents=True)
-    with pytest.raises(UsageError, match="cannot write"):
-        run_command("--root", str(tmp_path / "root"), "--alert", "run-1-1", "--skip-batches", str(place_taken))
-    assert list(place_taken.parent.iterdir()) == [place_taken]
+    folder = tmp_path / "out"
+    folder.mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(UsageError, match="cannot write"):
+            run_command("--root", str(tmp_path / "root"), "--alert", "run-1-1", "--skip-batches", f"{folder}/skip.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(folder.iterdir()) == []
