@@ -156,7 +156,7 @@ def _measure_parts(folder: Path) -> _Figures:
 
 def _measure_segments(folder: Path) -> _Figures:
     from llmtrack.query import connect
-    from llmtrack.query.runs import list_runs
+    from llmtrack.query.runs.describe import list_runs
 
     def ls() -> None:
         with connect(folder / "segments", points=False) as con:

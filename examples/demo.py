@@ -238,9 +238,10 @@ def _sync(place: Place) -> int:
 def _show(place: Place, run_id: str) -> None:
     """Print what `llmtrack show` and `llmtrack plot` do: the run as a tree, and its loss, by tokens and by time."""
     from llmtrack import query
-    from llmtrack.query import layout, plot
-    from llmtrack.query.runs import describe_run
-    from llmtrack.query.tree import run_tree
+    from llmtrack.query.draw import plot
+    from llmtrack.query.runs.describe import describe_run
+    from llmtrack.query.runs.tree import run_tree
+    from llmtrack.query.text import layout
 
     with contextlib.closing(query.connect(place.root)) as log:
         layout.show(run_tree(describe_run(log, log, run_id)))

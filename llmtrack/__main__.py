@@ -14,15 +14,15 @@ except ModuleNotFoundError:  # the base install is for trainers, and has no comm
 
 # Where each command is and what it says of itself: a help page must not load DuckDB and Arrow.
 _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {
-    "ls": ("llmtrack.query.cli", "ls", "List the runs of a root, the latest first."),
-    "show": ("llmtrack.query.cli", "show", "Show one run as a tree."),
-    "sql": ("llmtrack.query.cli", "sql", "Run one SQL statement over the views of a root."),
-    "plot": ("llmtrack.query.pictures", "plot", "Draw metrics of one run in the terminal, or as PNG or SVG."),
-    "compare": ("llmtrack.query.pictures", "compare", "Compare one metric of several runs at equal tokens."),
-    "tail": ("llmtrack.query.pictures", "tail", "Show the last rows of a run, and follow it."),
-    "report": ("llmtrack.query.pictures", "report", "Write runs as one HTML file that opens anywhere."),
-    "alerts": ("llmtrack.query.alerts", "alerts", "List alerts, and what they have in common."),
-    "best": ("llmtrack.query.cli", "best", "Rank checkpoints by an evaluation."),
+    "ls": ("llmtrack.query.cli.tables", "ls", "List the runs of a root, the latest first."),
+    "show": ("llmtrack.query.cli.tables", "show", "Show one run as a tree."),
+    "sql": ("llmtrack.query.cli.tables", "sql", "Run one SQL statement over the views of a root."),
+    "plot": ("llmtrack.query.cli.pictures", "plot", "Draw metrics of one run in the terminal, or as PNG or SVG."),
+    "compare": ("llmtrack.query.cli.pictures", "compare", "Compare one metric of several runs at equal tokens."),
+    "tail": ("llmtrack.query.cli.pictures", "tail", "Show the last rows of a run, and follow it."),
+    "report": ("llmtrack.query.cli.pictures", "report", "Write runs as one HTML file that opens anywhere."),
+    "alerts": ("llmtrack.query.cli.alerts", "alerts", "List alerts, and what they have in common."),
+    "best": ("llmtrack.query.cli.tables", "best", "Rank checkpoints by an evaluation."),
     "verify": ("llmtrack.writer.cli", "verify_root", "Check every file of a root."),
     "adopt": ("llmtrack.writer.cli", "adopt_run", "Join a run to the place it really started from."),
     "seal": ("llmtrack.writer.cli", "seal", "Turn what killed writers left open into Parquet."),
@@ -97,7 +97,7 @@ def main(args: list[str] | None = None) -> NoReturn:
     Args:
         args: Instead of those of the process.
     """
-    from llmtrack.query.console import run
+    from llmtrack.query.text.console import run
 
     run(cli, args, prog_name="llmtrack")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .views import connect, refresh, save_catalog
+    from .sql.views import connect, refresh, save_catalog
 
 __all__ = ["connect", "refresh", "save_catalog"]
 
@@ -13,7 +13,7 @@ __all__ = ["connect", "refresh", "save_catalog"]
 def __getattr__(name: str) -> object:
     # DuckDB takes a fifth of a second to import: a command that only shows its help does without.
     if name in __all__:
-        from . import views
+        from .sql import views
 
         return getattr(views, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

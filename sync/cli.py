@@ -14,7 +14,7 @@ try:
 except ModuleNotFoundError as error:  # the base install is for trainers, and has no commands
     raise SystemExit(f"error: {error.name} is not installed\n  try: pip install 'llmtrack-log[mlflow]'") from None
 
-from llmtrack.query.console import EXIT_DAMAGED, EXIT_OK, EXIT_USAGE, run, say, to_json
+from llmtrack.query.text.console import EXIT_DAMAGED, EXIT_OK, EXIT_USAGE, run, say, to_json
 from llmtrack.writer.errors import RetryableSinkError, UsageError
 
 from .config import Watching, configurable
@@ -227,7 +227,7 @@ def _open_log(root: Path, pattern: str | None, watching: Watching) -> duckdb.Duc
     _check_root(root)
     try:
         from llmtrack.query import connect
-        from llmtrack.query.log import Log
+        from llmtrack.query.read.log import Log
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed", hint="pip install 'llmtrack-log[mlflow]'") from error
     stalled_s, lost_s = watching.stalled_s, watching.lost_s

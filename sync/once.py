@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from llmtrack.query.log import Log
-from llmtrack.query.views import refresh
+from llmtrack.query.read.log import Log
+from llmtrack.query.sql.views import refresh
 from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkError, SinkError, UsageError
 
 from . import story

@@ -1,7 +1,7 @@
 """The rules of the path in plain Python, point by point and as slow as they read: what the SQL is compared with.
 
 Written from the words of the design: where a segment starts, who owns what on the way back from a head, what that makes
-of a point. No interval arithmetic is shared with `query/views.sql`.
+of a point. No interval arithmetic is shared with `query/sql/views.sql`.
 """
 
 from __future__ import annotations

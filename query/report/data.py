@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import duckdb
 
-from llmtrack.query import curves
-from llmtrack.query.curves import Line
-from llmtrack.query.marks import read_losses
-from llmtrack.query.runs import RunDescription, describe_run
+from llmtrack.query.draw import curves
+from llmtrack.query.draw.curves import Line
+from llmtrack.query.draw.marks import read_losses
+from llmtrack.query.runs.describe import RunDescription, describe_run
 
 from .differences import Change, Flat, changes, settings
 

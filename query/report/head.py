@@ -6,7 +6,7 @@ import datetime as dt
 import os
 from collections.abc import Iterator
 
-from llmtrack.query import layout
+from llmtrack.query.text import layout
 
 from .data import THROUGHPUT, ReportData, Row, RunData
 from .html import Html, table, text

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
-from llmtrack.query.curves import Line
-from llmtrack.query.curves import Row as Point
-from llmtrack.query.layout import tokens
+from llmtrack.query.draw.curves import Line
+from llmtrack.query.draw.curves import Row as Point
+from llmtrack.query.text.layout import tokens
 
 from .data import EVAL_PANELS, ROWS, ReportData, Row, RunData, error_text, is_lower_better
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from llmtrack.query import layout
+from llmtrack.query.text import layout
 
 from .data import RunData
 from .html import Html, attribute, table, text

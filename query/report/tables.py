@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from llmtrack.query import layout
+from llmtrack.query.text import layout
 
 from .data import ROWS, SEGMENTS, SETTINGS, ReportData, Row, RunData, error_text
 from .differences import differing

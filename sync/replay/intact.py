@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llmtrack.query.views import set_aside
+from llmtrack.query.sql.views import set_aside
 from llmtrack.writer.errors import CorruptSegmentError
 from llmtrack.writer.log.seal import CHECK_KEY, verify_sealed
 

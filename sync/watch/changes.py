@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from llmtrack.query.files import VANISHED
+from llmtrack.query.read.files import VANISHED
 from llmtrack.writer.format import ADOPTION_FOLDER, EVALS_FOLDER, HEARTBEAT, RUN_FOLDER, SEALED_SUFFIX, SEGMENT_FOLDER
 
 from .mounts import why_no_events
@@ -270,6 +271,9 @@ class Events:
         )
         from watchdog.observers import Observer
 
+        # It watches a folder twice when it appears while its parent is walked, and says so, with all that it watches in
+        # the message: megabytes for many runs; and where warnings are errors, its thread would end.
+        warnings.filterwarnings("ignore", "Callback with id", RuntimeWarning)
         prefix = os.fspath(root).rstrip("/") + "/"
 
         class Handler(FileSystemEventHandler):
@@ -293,7 +297,7 @@ class Events:
 
     def is_alive(self) -> bool:
         """Return whether events can still come."""
-        return self._observer.is_alive()
+        return self._observer.is_alive() and all(emitter.is_alive() for emitter in self._observer.emitters)
 
     def stop(self) -> None:
         """End the threads and close the watches."""

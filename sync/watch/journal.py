@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TextIO
 
-from llmtrack.query.console import plain
+from llmtrack.query.text.console import plain
 from llmtrack.sync.replay.classify import LoggedRun
 from llmtrack.sync.replay.replay import Report
 from llmtrack.writer.errors import RetryableSinkError

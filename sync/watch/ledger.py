@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from llmtrack.query.log import Log, News
+from llmtrack.query.read.log import Log, News
 from llmtrack.sync.replay.describe import tokens as in_words
 from llmtrack.writer.errors import LlmtrackError, UsageError
 

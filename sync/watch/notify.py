@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from llmtrack.query.console import plain
+from llmtrack.query.text.console import plain
 from llmtrack.writer.errors import UsageError
 from llmtrack.writer.log.publish import publish
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from llmtrack.query import connect
-from llmtrack.query.console import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, plain, say
-from llmtrack.query.views import LOST_AFTER_S, STALLED_AFTER_S
+from llmtrack.query.sql.views import LOST_AFTER_S, STALLED_AFTER_S
+from llmtrack.query.text.console import EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, plain, say
 from llmtrack.sync import once, show
 from llmtrack.sync.replay import cursor
 from llmtrack.sync.replay.patience import Patience

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from llmtrack.query.views import LOST_AFTER_S, STALLED_AFTER_S
+from llmtrack.query.sql.views import LOST_AFTER_S, STALLED_AFTER_S
 from llmtrack.sync import once
 from llmtrack.sync.replay.classify import LoggedRun
 from llmtrack.sync.replay.cursor import cursor_path

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmtrack.query import connect
-from llmtrack.query.console import EXIT_OK, to_json
+from llmtrack.query.text.console import EXIT_OK, to_json
 from llmtrack.sync.kinds import PROVISIONAL, SUPERSEDED
 from llmtrack.sync.replay import classify, cursor
 from llmtrack.writer.errors import UsageError

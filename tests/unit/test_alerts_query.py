@@ -16,8 +16,8 @@ from click.testing import CliRunner
 import llmtrack
 from llmtrack.__main__ import cli
 from llmtrack.query import connect
-from llmtrack.query.alerts import parse_since
-from llmtrack.query.verdict import Verdict, find_verdicts, list_alerts
+from llmtrack.query.cli.alerts import parse_since
+from llmtrack.query.runs.verdict import Verdict, find_verdicts, list_alerts
 from llmtrack.writer.errors import UsageError
 from tests.handmade import DAY, write_part, write_segment
 from tests.oracle import Segment

@@ -13,8 +13,8 @@ import duckdb
 import pytest
 
 from llmtrack import __main__ as program
-from llmtrack.query.best import Ranking, best
-from llmtrack.query.views import connect, refresh
+from llmtrack.query.runs.best import Ranking, best
+from llmtrack.query.sql.views import connect, refresh
 from llmtrack.writer.checkpoints.checkpoint import checkpoint_id
 from llmtrack.writer.checkpoints.evals import log_eval
 from llmtrack.writer.errors import UsageError

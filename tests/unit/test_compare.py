@@ -12,7 +12,7 @@ import pytest
 
 from llmtrack import __main__ as program
 from llmtrack import open_run, query
-from llmtrack.query.compare import compare, read_picture
+from llmtrack.query.draw.compare import compare, read_picture
 from llmtrack.writer.errors import UsageError
 from tests.handmade import write_segment
 from tests.oracle import Point, Segment

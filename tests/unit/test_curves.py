@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmtrack import query
-from llmtrack.query import curves
+from llmtrack.query.draw import curves
 from llmtrack.writer.errors import UsageError
 from tests.handmade import write_segment
 from tests.oracle import Point, Segment

@@ -79,7 +79,7 @@ def test_a_program_is_called_by_name_only_where_the_shell_finds_that_one(
 
 def test_what_was_superseded_is_seen_in_the_picture_of_a_run_that_resumed_exactly() -> None:
     """The same values were logged again, so the curve covers them: the axis is shaded where they lie."""
-    plot = pytest.importorskip("llmtrack.query.plot")
+    plot = pytest.importorskip("llmtrack.query.draw.plot")
     time = dt.datetime(2025, 1, 2, tzinfo=dt.UTC)
     points = [
         ("run", "run", segment, tokens, time, tokens, tokens, "train/loss", 1.0 / tokens, superseded_by, True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from llmtrack.query.files import Reached, Sealed, check_sealed, look_at_sealed, parse_sealed, sealed_reached
+from llmtrack.query.read.files import Reached, Sealed, check_sealed, look_at_sealed, parse_sealed, sealed_reached
 from llmtrack.writer.log.seal import seal_part
 from tests.handmade import DAY, write_part
 

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmtrack.query import connect
-from llmtrack.query.files import Listing
-from llmtrack.query.log import Log, News, _Segment
-from llmtrack.query.points import Packed
+from llmtrack.query.read.files import Listing
+from llmtrack.query.read.log import Log, News, _Segment
+from llmtrack.query.read.points import Packed
 from llmtrack.writer.errors import UsageError
 from llmtrack.writer.format import SCHEMAS, part_name, segment_folder
 from llmtrack.writer.log.seal import seal_part

@@ -57,7 +57,7 @@ def _bare_history() -> duckdb.DuckDBPyConnection:
         "CREATE TABLE history (run_id VARCHAR, source_run VARCHAR, segment BIGINT, seq BIGINT, time TIMESTAMPTZ,"
         " step BIGINT, tokens BIGINT, name VARCHAR, value DOUBLE, settled BOOLEAN)"
     )
-    con.execute(resources.files("llmtrack.query").joinpath("macros.sql").read_text(encoding="utf-8"))
+    con.execute(resources.files("llmtrack.query.sql").joinpath("macros.sql").read_text(encoding="utf-8"))
     return con
 
 

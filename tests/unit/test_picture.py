@@ -12,7 +12,7 @@ import pytest
 
 from llmtrack import __main__ as program
 from llmtrack import query
-from llmtrack.query import picture, plot
+from llmtrack.query.draw import picture, plot
 from llmtrack.writer.errors import UsageError
 from tests.handmade import write_segment
 from tests.oracle import Point, Segment

@@ -9,7 +9,7 @@ import pytest
 
 from llmtrack import __main__ as program
 from llmtrack import query
-from llmtrack.query import plot
+from llmtrack.query.draw import plot
 from tests.handmade import write_part, write_segment
 from tests.oracle import Point, Segment
 from tests.pictures import SPIKE, large_root, odd_root

@@ -11,8 +11,9 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-from llmtrack.query import connect, points, refresh
-from llmtrack.query.log import Log
+from llmtrack.query import connect, refresh
+from llmtrack.query.read import points
+from llmtrack.query.read.log import Log
 from llmtrack.writer.format import SCHEMAS, part_name
 from llmtrack.writer.log.seal import seal_part
 from llmtrack.writer.log.stream import PartWriter, read_part

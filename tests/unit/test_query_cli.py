@@ -20,8 +20,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmtrack import __main__ as program
-from llmtrack.query import canvas, connect, console, latest, layout
-from llmtrack.query.select import select_run, select_runs
+from llmtrack.query import connect
+from llmtrack.query.draw import canvas
+from llmtrack.query.runs import latest
+from llmtrack.query.runs.select import select_run, select_runs
+from llmtrack.query.text import console, layout
 from llmtrack.writer.errors import CorruptSegmentError, UsageError
 from llmtrack.writer.format import SCHEMAS, part_name
 from llmtrack.writer.log.seal import seal_part, seal_segment

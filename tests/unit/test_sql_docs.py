@@ -12,7 +12,7 @@ import duckdb
 import pytest
 
 from llmtrack.query import connect
-from llmtrack.query.ask import check_reads
+from llmtrack.query.sql.ask import check_reads
 from llmtrack.writer.checkpoints.evals import log_eval
 from tests.handmade import write_heartbeat, write_part, write_segment
 from tests.oracle import Point, Segment

@@ -15,7 +15,7 @@ import pytest
 
 from llmtrack import __main__ as program
 from llmtrack import open_run, query
-from llmtrack.query import tail
+from llmtrack.query.runs import tail
 from llmtrack.writer.format import segment_folder
 from llmtrack.writer.log.seal import seal_part
 from llmtrack.writer.log.stream import encode_head

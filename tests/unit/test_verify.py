@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import llmtrack
-from llmtrack.query.log import Log
+from llmtrack.query.read.log import Log
 from llmtrack.writer.upkeep.verify import verify
 
 

@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from llmtrack.query.text.layout import digits_between, tokens
 from llmtrack.writer.errors import UsageError
 
-from .layout import digits_between, tokens
 from .marks import at_tokens
 from .plot import Curve
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import duckdb
 
+from llmtrack.query.read.files import folder_bytes
 from llmtrack.writer.format import run_folder
 
-from .files import folder_bytes
 from .latest import last_values
 from .select import select_runs
 

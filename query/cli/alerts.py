@@ -13,14 +13,14 @@ from typing import Any, Final
 import click
 import duckdb
 
+from llmtrack.query.runs.select import select_runs
+from llmtrack.query.runs.verdict import Row, Verdict, find_verdicts, list_alerts
+from llmtrack.query.text import layout
+from llmtrack.query.text.console import plain, say, to_json
 from llmtrack.writer.errors import UsageError
 from llmtrack.writer.log.publish import publish
 
-from . import layout
-from .cli import example, json_option, report_damages, root_option
-from .console import plain, say, to_json
-from .select import select_runs
-from .verdict import Row, Verdict, find_verdicts, list_alerts
+from .options import example, json_option, report_damages, root_option
 
 _LEVELS: Final = ("info", "warn", "error")
 _STYLES: Final = {"error": "31", "warn": "33"}
@@ -88,8 +88,8 @@ def alerts(
     slow node: that node. Its rule and its evidence are printed. Exit status 4 when something of these runs cannot be
     read.
     """
-    from .log import Log
-    from .views import connect
+    from llmtrack.query.read.log import Log
+    from llmtrack.query.sql.views import connect
 
     run_ids = select_runs(Log(root).run_ids(), names) if names else None
     begin = None if since is None else parse_since(since)

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import duckdb
 
-from .layout import tokens, visible
-from .views import refresh
+from llmtrack.query.sql.views import refresh
+from llmtrack.query.text.layout import tokens, visible
 
 POLL_S: Final = 1.0  # how often is looked for something new; the writer flushes as often
 LINES: Final = 10

@@ -12,14 +12,13 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from llmtrack.query.read.columns import to_column
+from llmtrack.query.read.files import check_sealed, size_of
+from llmtrack.query.read.log import Log
+from llmtrack.query.sql.views import log_of
 from llmtrack.writer.errors import FormatError
 from llmtrack.writer.format import OPEN_SUFFIX, SEALED_SUFFIX
 from llmtrack.writer.log.stream import decode_parts, read_raw_part
-
-from .columns import to_column
-from .files import check_sealed, size_of
-from .log import Log
-from .views import log_of
 
 _TAIL_BYTES: Final = 256 << 10  # of an open part: the last second of a busy run, the last hour of most
 _PARTS: Final = 5  # of one run that may have it: where the newest have nothing, the run does not log the metric

@@ -9,8 +9,9 @@ from typing import Final
 from rich.text import Text
 from rich.tree import Tree
 
-from .layout import moment, span, tokens, visible
-from .runs import Row, RunDescription, changed_keys
+from llmtrack.query.text.layout import moment, span, tokens, visible
+
+from .describe import Row, RunDescription, changed_keys
 
 _GOOD: Final = "green"
 _PALE: Final = "dim"

@@ -5,20 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 
+from llmtrack.query.runs.select import select_run, select_runs
+from llmtrack.query.text import layout
+from llmtrack.query.text.console import say, to_json
 from llmtrack.writer.errors import UsageError
 
-from . import layout
-from .console import EXIT_DAMAGED, EXIT_OK, say, to_json
-from .select import select_run, select_runs
+from .options import example, json_option, report_damages, root_option, say_damages
 
-if TYPE_CHECKING:
-    import duckdb
-
-_SHOWN_DAMAGES: Final = 10
 _SHOWN_HASH: Final = 14  # characters: enough to tell two apart
 _STATUS_STYLES: Final = {
     "running": "32",
@@ -27,22 +24,6 @@ _STATUS_STYLES: Final = {
     "failed": "31",
     "preempted": "33",
 }
-
-root_option: Final = click.option(
-    "--root",
-    type=click.Path(path_type=Path),
-    default=".",
-    envvar="LLMTRACK_DIR",
-    show_default="the current folder",
-    show_envvar=True,
-    help="The folder that holds the runs.",
-)
-json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print an array of rows.")
-
-
-def example(*lines: str) -> str:
-    """Return the end of a help page; the first character keeps click from filling the lines."""
-    return "\n".join(("\b", "Example:" if len(lines) == 1 else "Examples:", *(f"  {line}" for line in lines)))
 
 
 @click.command("ls", epilog=example("llmtrack ls --root /shared/runs", "llmtrack ls 'pretrain-7b-*' --json"))
@@ -58,8 +39,8 @@ def ls(*, names: Sequence[str], root: Path, as_json: bool) -> int:
 
     Exit status: 0 done; 1 wrong usage; 4 a record, or the end of a sealed part, cannot be read.
     """
-    from .runs import list_runs
-    from .views import connect
+    from llmtrack.query.runs.describe import list_runs
+    from llmtrack.query.sql.views import connect
 
     with connect(root, points=False) as con:
         rows = list_runs(con, root, names)
@@ -84,10 +65,10 @@ def show(*, name: str, root: Path, as_json: bool) -> int:
 
     Exit status: 0 done; 1 wrong usage; 4 something of the run cannot be read.
     """
-    from .log import Log
-    from .runs import describe_run
-    from .tree import run_tree
-    from .views import connect
+    from llmtrack.query.read.log import Log
+    from llmtrack.query.runs.describe import describe_run
+    from llmtrack.query.runs.tree import run_tree
+    from llmtrack.query.sql.views import connect
 
     run_id = select_run(Log(root).run_ids(), name)
     with connect(root, runs=[run_id]) as con, connect(root, points=False) as all_runs:
@@ -142,16 +123,16 @@ def sql(
     Exit status: 0 done; 1 wrong usage, or SQL that DuckDB refuses; 4 something in the root
     cannot be read: the answer is then without it.
     """
-    from .ask import Answer, write_answer
-    from .log import Log
-    from .views import connect, save_catalog
+    from llmtrack.query.read.log import Log
+    from llmtrack.query.sql.ask import Answer, write_answer
+    from llmtrack.query.sql.views import connect, save_catalog
 
     if (query is None) is (save is None):
         raise UsageError("give a query, or --save FILE", hint="llmtrack sql 'SHOW TABLES', or llmtrack sql --help")
     text = sys.stdin.read() if query == "-" else query or ""
     runs = select_runs(Log(root).run_ids(), names) if names else None
     if save is not None:
-        return _report(save_catalog(root, save, runs=runs))
+        return say_damages(save_catalog(root, save, runs=runs))
     with connect(root, runs=runs) as con:
         if output is not None:
             write_answer(con, text, output)
@@ -184,9 +165,9 @@ def best(
 
     Exit status: 0 done; 1 wrong usage; 4 something of these runs cannot be read.
     """
-    from .best import best as rank
-    from .log import Log
-    from .views import connect
+    from llmtrack.query.read.log import Log
+    from llmtrack.query.runs.best import best as rank
+    from llmtrack.query.sql.views import connect
 
     runs = select_runs(Log(root).run_ids(), names) if names else None
     with connect(root, runs=runs, points=False) as con:
@@ -203,22 +184,6 @@ def best(
 
 
 COMMANDS: Final[tuple[click.Command, ...]] = (ls, show, sql, best)
-
-
-def report_damages(con: duckdb.DuckDBPyConnection, runs: Sequence[str] | None = None) -> int:
-    """Say on stderr what could not be read, of some runs or of all, and return the exit status."""
-    from .views import DAMAGES
-
-    found = con.execute(DAMAGES).fetchall()
-    return _report([row for row in found if runs is None or row[0] in runs])
-
-
-def _report(found: Sequence[tuple[Any, ...]]) -> int:
-    for _, path, first_byte, end_byte, reason in found[:_SHOWN_DAMAGES]:
-        say(f"damaged: {path}: bytes {first_byte} to {end_byte}: {reason}")
-    if len(found) > _SHOWN_DAMAGES:
-        say(f"damaged: {len(found) - _SHOWN_DAMAGES} more; llmtrack verify lists all")
-    return EXIT_DAMAGED if found else EXIT_OK
 
 
 def _print_runs(rows: Sequence[dict[str, Any]]) -> None:

@@ -12,9 +12,11 @@ from typing import Any, Final
 
 import duckdb
 
-from . import curves, layout
+from llmtrack.query.read.columns import EPOCH
+from llmtrack.query.text import layout
+
+from . import curves
 from .canvas import COLUMNS, ROWS, Canvas
-from .columns import EPOCH
 from .curves import Line
 from .marks import Marks, at_tokens, number, read_marks
 

@@ -14,12 +14,12 @@ from typing import Any, Final
 import click
 import duckdb
 
+from llmtrack.query.runs.select import select_run, select_runs
+from llmtrack.query.text import layout
+from llmtrack.query.text.console import plain, say, to_json
 from llmtrack.writer.errors import UsageError
 
-from . import layout
-from .cli import example, json_option, report_damages, root_option
-from .console import plain, say, to_json
-from .select import select_run, select_runs
+from .options import example, json_option, report_damages, root_option
 
 _CHARACTERS_OF_A_VALUE: Final = 24  # about, with its name
 _PREFIX: Final = 46  # characters in front of them
@@ -71,10 +71,10 @@ def plot(
     Exit status: 0 done; 1 wrong usage, or no such metric; 4 something of the run, or of one that it was forked from,
     cannot be read.
     """
-    from . import picture
-    from . import plot as terminal
-    from .log import Log
-    from .views import connect
+    from llmtrack.query.draw import picture
+    from llmtrack.query.draw import plot as terminal
+    from llmtrack.query.read.log import Log
+    from llmtrack.query.sql.views import connect
 
     if output is not None:
         _check_picture(output)
@@ -139,10 +139,10 @@ def compare(
 
     Exit status: 0 done; 1 wrong usage, or no such metric; 4 something of these runs cannot be read.
     """
-    from . import compare as comparing
-    from . import picture
-    from .log import Log
-    from .views import connect
+    from llmtrack.query.draw import compare as comparing
+    from llmtrack.query.draw import picture
+    from llmtrack.query.read.log import Log
+    from llmtrack.query.sql.views import connect
 
     if output is not None:
         _check_picture(output)
@@ -191,9 +191,9 @@ def report(*, names: Sequence[str], root: Path, output: Path, metrics: Sequence[
     Exit status: 0 done; 1 wrong usage, or the file cannot be written; 4 something of these runs cannot be read, and the
     report says what.
     """
-    from .log import Log
-    from .report import check_place, write_report
-    from .views import connect
+    from llmtrack.query.read.log import Log
+    from llmtrack.query.report import check_place, write_report
+    from llmtrack.query.sql.views import connect
 
     check_place(output)
     runs = select_runs(Log(root).run_ids(), names)
@@ -241,10 +241,10 @@ def tail(
 
     Exit status: 0 done; 1 wrong usage; 4 something of the run could not be read; 130 interrupted.
     """
-    from . import curves
-    from . import tail as following
-    from .log import Log
-    from .views import connect
+    from llmtrack.query.draw import curves
+    from llmtrack.query.read.log import Log
+    from llmtrack.query.runs.describe import tail as following
+    from llmtrack.query.sql.views import connect
 
     run_id = select_run(Log(root).run_ids(), name)
     # Not checked byte by byte: that would read all that was ever written, and only what is new is shown.
@@ -293,8 +293,8 @@ def _values_on_a_line() -> int | None:
 
 
 def _check_picture(path: Path) -> None:
-    from .picture import check_suffix
-    from .report import check_place
+    from llmtrack.query.draw.picture import check_suffix
+    from llmtrack.query.report import check_place
 
     check_suffix(path)
     check_place(path)
@@ -305,7 +305,7 @@ def _kind(path: Path) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    from .report import write_whole
+    from llmtrack.query.report import write_whole
 
     write_whole(path, content)
     say(f"{path}: {len(content) / 1e3:,.0f} kB")

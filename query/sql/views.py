@@ -18,12 +18,11 @@ from typing import Any, Final
 import duckdb
 import pyarrow as pa
 
+from llmtrack.query.read.columns import to_table
+from llmtrack.query.read.log import SMALL_TABLES, Log, News
+from llmtrack.query.read.points import NAMES, PARTS, PLACES, VALUES, Packer
 from llmtrack.writer.errors import UsageError
 from llmtrack.writer.format import EVALS_FOLDER, SCHEMAS, TIME
-
-from .columns import to_table
-from .log import SMALL_TABLES, Log, News
-from .points import NAMES, PARTS, PLACES, VALUES, Packer
 
 STALLED_AFTER_S: Final = 900.0  # 30 heartbeats: storage may stand still for ten minutes under a run that is well
 LOST_AFTER_S: Final = 86_400.0
@@ -368,7 +367,7 @@ def _name_files(con: duckdb.DuckDBPyConnection, files: _Files) -> None:
 
 
 def _sql(name: str) -> str:
-    return resources.files("llmtrack.query").joinpath(name).read_text(encoding="utf-8")
+    return resources.files(__package__ or "").joinpath(name).read_text(encoding="utf-8")
 
 
 def _table_name(table: str) -> str:

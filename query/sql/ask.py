@@ -9,9 +9,8 @@ from typing import Any, Final
 
 import duckdb
 
+from llmtrack.query.text.console import to_json
 from llmtrack.writer.errors import UsageError
-
-from .console import to_json
 
 SUFFIXES: Final = (".parquet", ".csv", ".json")
 

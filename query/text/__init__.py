@@ -1,0 +1,1 @@
+"""How commands end, and how rows, numbers and times look in a terminal."""
