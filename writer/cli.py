@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 from .capture.cadence import DEFAULT_FILE, Cadence
 from .capture.plan import estimate_layers, make_plan, to_lines, to_rows
@@ -292,10 +293,13 @@ def plan(
     budget. Sizes and rates are estimates from measurements; limits are those that the trackers document.
     """
     if prints_default:
-        if cadence is not None or steps is not None:
+        if others := [
+            one for one in context.command.params if _is_given(context, one) and one.name != "prints_default"
+        ]:
             raise UsageError(
-                "--default prints the table that comes along, and makes no plan",
-                hint="leave it out: without CADENCE a plan is made of that table",
+                f"--default prints the table that comes along, and makes no plan: {others[0].get_error_hint(context)} "
+                "has no say in it",
+                hint="leave --default out: without CADENCE a plan is made of that table",
             )
         click.echo(DEFAULT_FILE.read_text(encoding="utf-8"), nl=False)
         return
@@ -322,6 +326,10 @@ def plan(
         click.echo(f"over budget: {allowed}", err=True)
     if over:
         context.exit(_OVER_BUDGET)
+
+
+def _is_given(context: click.Context, parameter: click.Parameter) -> bool:
+    return context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
 
 
 COMMANDS: Final[tuple[click.Command, ...]] = (new_id, ckpt_id, evaluation, adopt_run, seal, verify_root, plan)

@@ -14,6 +14,7 @@ import llmtrack
 from llmtrack.writer.capture.cadence import DEFAULT_FILE, Cadence, Group
 from llmtrack.writer.capture.plan import Plan, estimate_layers, make_plan
 from llmtrack.writer.cli import COMMANDS
+from llmtrack.writer.cli import plan as plan_command
 from llmtrack.writer.run import RecordingRun
 from llmtrack.writer.settings import Settings
 
@@ -174,18 +175,23 @@ def test_the_table_that_comes_along_can_be_had() -> None:
     assert call("--default").stdout == DEFAULT_FILE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--default", "--steps", "500k", "--params", "7B"), "makes no plan"),
-        (("nothing.toml", "--steps", "10"), "nothing.toml"),
-    ],
-)
-def test_what_a_plan_cannot_be_made_of_is_said_first(arguments: tuple[str, ...], says: str) -> None:
-    """A table beside the one that comes along, and a file that is not there."""
-    error = call(*arguments).exception
+def test_a_file_that_is_not_there_is_said_first() -> None:
+    """With its name."""
+    error = call("nothing.toml", "--steps", "10").exception
     assert isinstance(error, llmtrack.UsageError)
-    assert says in str(error)
+    assert "nothing.toml" in str(error)
+
+
+@pytest.mark.parametrize(
+    "option", [option for option in plan_command.params if option.name != "prints_default"], ids=lambda one: one.name
+)
+def test_the_table_that_comes_along_is_printed_alone(option: click.Parameter) -> None:
+    """Whatever is said beside it would be without effect: it is refused, not ignored."""
+    name = [] if isinstance(option, click.Argument) else [option.opts[0]]
+    value = [] if isinstance(option, click.Option) and option.is_flag else ["5"]
+    error = call("--default", *name, *value).exception
+    assert isinstance(error, llmtrack.UsageError)
+    assert f"{(name or ['[CADENCE]'])[0]}' has no say" in str(error)
 
 
 @pytest.mark.parametrize("options", [(), ("--steps", "5"), ("--params", "7B")])
