@@ -243,7 +243,7 @@ def tail(
     """
     from llmtrack.query.draw import curves
     from llmtrack.query.read.log import Log
-    from llmtrack.query.runs.describe import tail as following
+    from llmtrack.query.runs import tail as following
     from llmtrack.query.sql.views import connect
 
     run_id = select_run(Log(root).run_ids(), name)
