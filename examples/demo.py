@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from llmtrack.writer.errors import LlmtrackError, UsageError
+from llmtrack.writer.errors import LlmtrackError, UsageError, install_hint
 from llmtrack.writer.format import run_folder, segment_folder
 
 from .launch import SegmentTail, Training
@@ -82,7 +82,7 @@ def demo(*, folder: Path, keep: bool, seed: int | None) -> None:
     """
     began = time.monotonic()
     if missing := [name for name in ("torch", "mlflow") if importlib.util.find_spec(name) is None]:
-        raise UsageError(f"the demo needs {' and '.join(missing)}", hint="pip install 'llmtrack-log[demo]'")
+        raise UsageError(f"the demo needs {' and '.join(missing)}", hint=install_hint("demo"))
     seed = random.SystemRandom().randrange(10_000) if seed is None else seed
     place = Place(_prepare(folder, keep=keep))
     run_id = _free_run_id(place.root)

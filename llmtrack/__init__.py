@@ -58,7 +58,10 @@ else:  # hidden from type checkers, which would otherwise take every misspelt na
         if name == "__version__":
             value = import_module("importlib.metadata").version("llmtrack-log")
         elif name in _MODULES:
-            module = import_module(_MODULES[name])
+            try:
+                module = import_module(_MODULES[name])
+            except ModuleNotFoundError as error:  # torch, which a trainer brings along
+                raise import_module("llmtrack.writer.errors").explained(error) from error
             value = getattr(module, name, module)  # alerts and flops are modules themselves
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

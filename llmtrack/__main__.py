@@ -5,12 +5,16 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import sys
 from typing import Any, Final, NoReturn
+
+from llmtrack.writer.errors import NotInstalledError
 
 try:
     import click
 except ModuleNotFoundError:  # the base install is for trainers, and has no commands
-    raise SystemExit("error: click is not installed\n  try: pip install 'llmtrack-log[query]'") from None
+    _EXTRA = "demo" if sys.argv[1:2] == ["demo"] else "query"
+    raise SystemExit(f"error: {NotInstalledError('click', extra=_EXTRA)}") from None
 
 # Where each command is and what it says of itself: a help page must not load DuckDB and Arrow.
 _COMMANDS: Final[dict[str, tuple[str, str, str]]] = {

@@ -8,6 +8,14 @@ from typing import Final
 
 _LONG: Final = re.compile(r"[0-9]{60,}|[^\s/'\"]{300,}")  # a file name has 255 bytes at most
 _SHOWN: Final = 20  # characters
+_EXTRAS: Final = {  # what brings each library
+    **dict.fromkeys(("duckdb", "pytz", "click", "rich"), "query"),
+    "torch": "torch",
+    "matplotlib": "plot",
+    "watchdog": "sync",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+}
 
 
 def shortened(message: str) -> str:
@@ -33,6 +41,35 @@ class LlmtrackError(Exception):
 
 class UsageError(LlmtrackError, ValueError):
     """The caller's mistake: a bad run id, a value that is no number, tokens that go backwards. Raised at once."""
+
+
+class NotInstalledError(LlmtrackError, ModuleNotFoundError):
+    """A library that an optional part of llmtrack needs is not there; the hint names the extra that brings it.
+
+    Attributes:
+        name: The library.
+    """
+
+    def __init__(self, library: str, *, extra: str) -> None:
+        super().__init__(f"{library} is not installed", hint=install_hint(extra))
+        self.name = library
+
+
+def install_hint(extra: str) -> str:
+    """Return how to install what an extra brings, from the package index or from a checkout."""
+    return f"pip install 'llmtrack-log[{extra}]', or in a checkout: pip install -e '.[{extra}]'"
+
+
+def explained(error: ModuleNotFoundError, *, else_extra: str | None = None) -> ModuleNotFoundError:
+    """Return the error that says how to install what is missing, where an extra brings it; else the error itself.
+
+    Args:
+        error: As Python raised it.
+        else_extra: The extra to name for a library that none is known for.
+    """
+    library = (error.name or "").partition(".")[0]
+    extra = _EXTRAS.get(library, else_extra)
+    return error if extra is None else NotInstalledError(library, extra=extra)
 
 
 class FormatError(LlmtrackError):

@@ -14,14 +14,12 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from llmtrack.writer.errors import CorruptSegmentError, LlmtrackError, shortened
+from llmtrack.writer.errors import CorruptSegmentError, LlmtrackError, explained, shortened
 
 EXIT_OK: Final = 0
 EXIT_USAGE: Final = 1
 EXIT_DAMAGED: Final = 4
 EXIT_INTERRUPTED: Final = 130
-
-_EXTRAS: Final = {"mlflow": "mlflow", "wandb": "wandb", "torch": "demo", "watchdog": "sync", "matplotlib": "plot"}
 
 
 def run(command: click.Command, args: Sequence[str] | None = None, *, prog_name: str = "llmtrack") -> NoReturn:
@@ -53,8 +51,7 @@ def run(command: click.Command, args: Sequence[str] | None = None, *, prog_name:
         _say_error(error.format_message())
         status = EXIT_USAGE
     except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        _say_error(f"{name} is not installed\n  try: {install_hint(_EXTRAS.get(name, 'query'))}")
+        _say_error(str(explained(error, else_extra="query")))
         status = EXIT_USAGE
     except (click.Abort, EOFError, KeyboardInterrupt):
         _say_error("interrupted")
@@ -63,11 +60,6 @@ def run(command: click.Command, args: Sequence[str] | None = None, *, prog_name:
         _drop_output()
         status = EXIT_OK
     sys.exit(status if isinstance(status, int) else EXIT_OK)
-
-
-def install_hint(extra: str) -> str:
-    """Return how to install what an extra brings, from the package index or from a checkout."""
-    return f"pip install 'llmtrack-log[{extra}]', or in a checkout: pip install -e '.[{extra}]'"
 
 
 def to_json(rows: Iterable[Mapping[str, Any]]) -> str:

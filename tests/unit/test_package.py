@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import llmtrack
+from llmtrack.writer.errors import explained
 
 HEAVY = {"torch", "duckdb", "mlflow", "wandb", "numpy", "pandas", "click", "rich", "watchdog", "pyarrow"}
 
@@ -33,6 +34,30 @@ def test_every_public_name_but_the_reducer_needs_only_pyarrow() -> None:
     others = "for name in {*llmtrack.__all__} - {'Reducer'}: getattr(llmtrack, name)"
     loaded = modules_loaded_by(f"import llmtrack\n{others}")
     assert loaded & HEAVY <= {"pyarrow", "numpy"}
+
+
+@pytest.mark.parametrize(
+    ("library", "code", "extra"),
+    [
+        ("torch", "import llmtrack; llmtrack.Reducer", "torch"),
+        ("torch", "from llmtrack import Reducer", "torch"),
+        ("duckdb", "import llmtrack.query; llmtrack.query.connect", "query"),
+        ("duckdb", "from llmtrack.query import refresh", "query"),
+        ("duckdb", "from llmtrack.query import save_catalog", "query"),
+    ],
+)
+def test_an_optional_part_says_what_brings_it(library: str, code: str, extra: str) -> None:
+    """A library that is not there is an ImportError, and one of ours, and names the extra that has it."""
+    script = f"import sys\nsys.modules[{library!r}] = None\ntry:\n    exec({code!r})\nexcept ImportError as error:\n"
+    script += "    import llmtrack\n    assert isinstance(error, llmtrack.LlmtrackError)\n    print(error.name, error)"
+    ran = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120)
+    assert ran.stdout.startswith(f"{library} {library} is not installed\n  try: pip install 'llmtrack-log[{extra}]'")
+
+
+def test_what_no_extra_brings_is_left_as_it_is() -> None:
+    """An installation that is broken in another way must not be explained away."""
+    error = ModuleNotFoundError("No module named 'numpy'", name="numpy")
+    assert explained(error) is error
 
 
 @pytest.mark.parametrize("name", llmtrack.__all__)
