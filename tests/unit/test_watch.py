@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from llmtrack.sync.watch.changes import ROOT, Events, Scanner, Trust, choose
+from tests.faults import wait_until
 from tests.handmade import write_segment
 from tests.oracle import Point, Segment
 
@@ -344,6 +345,31 @@ def test_events_tell_of_writing_and_not_of_reading(tmp_path: Path) -> None:
     finally:
         events.stop()
     assert not events.is_alive()
+
+
+def test_a_folder_watched_twice_is_nothing_to_talk_of(tmp_path: Path) -> None:
+    """It happens when folders appear fast; the library's warning would end its thread, or fill the log."""
+    folder = os.fsencode(_segment(tmp_path, "a"))
+    events, why = choose(tmp_path, None, lambda _: None)
+    assert events is not None, why
+    try:
+        (emitter,) = events._observer.emitters
+        emitter._inotify._add_all_callbacks(folder)  # type: ignore[attr-defined]
+    finally:
+        events.stop()
+
+
+def test_events_of_a_root_that_is_gone_are_dead(tmp_path: Path) -> None:
+    """So that the watch goes over to polling."""
+    root = tmp_path / "root"
+    root.mkdir()
+    events, why = choose(root, None, lambda _: None)
+    assert events is not None, why
+    try:
+        root.rmdir()
+        wait_until(lambda: not events.is_alive(), "the events are dead")
+    finally:
+        events.stop()
 
 
 def _until(told: queue.SimpleQueue[str], wanted: str) -> set[str]:
