@@ -247,8 +247,7 @@ def tail(
     from llmtrack.query.sql.views import connect
 
     run_id = select_run(Log(root).run_ids(), name)
-    # Not checked byte by byte: that would read all that was ever written, and only what is new is shown.
-    with connect(root, runs=[run_id], check=False) as con, _told_what_is_unreadable(con):
+    with connect(root, runs=[run_id]) as con, _told_what_is_unreadable(con):
         if metrics and not is_followed:  # what is not there yet may come
             curves.select_metrics(curves.metric_names(con, run_id), metrics, run_id)
         follower = following.Follower(con, run_id, metrics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -254,6 +255,23 @@ def test_a_typo_is_told_what_was_meant(finished: Path, llmtrack: Call) -> None:
     status, out, err = llmtrack("tail", "a", "--metric", "train/los", "--root", finished)
     assert (status, out) == (1, "")
     assert "has no metric 'train/los'\n  try: one of train/loss" in err
+
+
+def test_a_changed_byte_is_damage_and_no_value(tmp_path: Path, llmtrack: Call) -> None:
+    """DuckDB takes it for a value: a sealed part is compared with its checksum, however large, before it is shown."""
+    with open_run(tmp_path, run_id="a") as run:
+        for step in range(1, 1501):
+            chance = random.Random(step)
+            run.log({f"m{index}": chance.random() for index in range(10)}, step=step, tokens=step * 10)
+    (part,) = segment_folder(tmp_path, "a", 1).glob("metrics-*.parquet")
+    content = bytearray(part.read_bytes())
+    assert len(content) > 64 << 10, "a small one is read whole in any case"
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    status, out, err = llmtrack("tail", "a", "--root", tmp_path)
+    assert (status, out) == (4, "")
+    assert f"{part}" in err
+    assert "fails its checksum" in err
 
 
 def test_a_row_is_one_line_whatever_its_metrics_are_called() -> None:
