@@ -354,7 +354,7 @@ def test_a_folder_watched_twice_is_nothing_to_talk_of(tmp_path: Path) -> None:
     assert events is not None, why
     try:
         (emitter,) = events._observer.emitters
-        emitter._inotify._add_all_callbacks(folder)  # type: ignore[attr-defined]
+        vars(emitter)["_inotify"]._add_all_callbacks(folder)
     finally:
         events.stop()
 
