@@ -1,9 +1,12 @@
 # Everything that a developer or CI does, by name. A fresh clone needs Python 3.11 or newer and make; the first call makes
-# .venv and installs into it, later ones start at once. PYTHON=/path/to/python chooses another interpreter.
+# .venv and installs into it, later ones start at once. PYTHON=/path/to/python chooses another interpreter, WORKERS=8 how
+# many processes test at a time (a file of tests stays in one: it shares its servers).
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
+WORKERS ?= 2
+PYTEST := -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 WHEEL_PIP := build/venv/bin/python -m pip --disable-pip-version-check --quiet
 
@@ -36,7 +39,7 @@ imports: .venv/.dev ## import-linter: sync -> query -> writer, and never back
 	$(BIN)/lint-imports --no-logo
 
 pytest: .venv/.dev ## the tests alone, with branch coverage
-	$(BIN)/python -m pytest -m 'not soak' --cov --cov-report=term
+	$(BIN)/python $(PYTEST) -m 'not soak' --cov --cov-report=term
 
 soak: .venv/.dev ## the tests that take minutes
 	$(BIN)/python -m pytest -m soak
@@ -59,9 +62,9 @@ build: .venv/.dev ## wheel and source archive; then the wheel installed and test
 	$(BIN)/python -m venv build/venv
 	$(WHEEL_PIP) install dist/*.whl
 	build/venv/bin/python tests/packaging/base_install.py
-	$(WHEEL_PIP) install "$$(echo dist/*.whl)[mlflow]" hypothesis numpy psutil pytest
+	$(WHEEL_PIP) install "$$(echo dist/*.whl)[mlflow]" hypothesis numpy psutil pytest pytest-xdist
 	mkdir build/away && cp -R pyproject.toml tests build/away
-	cd build/away && ../venv/bin/python -m pytest $$(grep -LE '^(import|from) [a-z.]*torch' tests/unit/test_*.py)
+	cd build/away && ../venv/bin/python $(PYTEST) $$(grep -LE '^(import|from) [a-z.]*torch' tests/unit/test_*.py)
 
 clean: ## remove what was built and installed here
 	rm -rf .venv .venv-bench build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.*
