@@ -160,7 +160,8 @@ class Sink(Protocol):
             lane, in order.
         batch_records: How many records one `append` takes at most.
         repeats: `append` may be repeated, and what it took is accepted. Where it is False, what it took is accepted
-            once `flush` returned, and a run of which something may be on its way is compared before more is sent.
+            once `flush` returned, a run of which something may be on its way is compared before more is sent, and
+            ``--verify fast`` compares every new record, as ``full`` does.
     """
 
     name: str

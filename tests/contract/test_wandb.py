@@ -337,6 +337,22 @@ def test_rows_that_the_server_lost_are_sent_again_and_no_others(web: Bench, wand
     assert_exact(wandb_server, web, "canonical", web.rows())
 
 
+@pytest.mark.parametrize("verify", ["full", "fast"])
+def test_what_is_new_is_read_back_and_nothing_else(web: Bench, wandb_server: WandbServer, verify: str) -> None:
+    """``--verify fast`` is as good as ``full``: W&B has no figures per metric to look at instead."""
+    segment = web.log.segment().train(0, 500).checkpoint(500)
+    web.sync("--verify", verify)
+    wandb_server.requests.clear()
+    segment.train(500, 700).checkpoint(700)
+    web.sync("--verify", verify)
+    asked = [json.loads(r.body)["variables"] for r in wandb_server.requests if r.operation == "HistoryPage"]
+    assert [(page["minStep"], page["maxStep"]) for page in asked] == [(50, 70)]
+    wandb_server.requests.clear()
+    web.sync("--verify", verify)
+    assert [r for r in wandb_server.requests if r.operation in {"HistoryPage", "file_stream"}] == []
+    assert_exact(wandb_server, web, "canonical", web.rows())
+
+
 def test_the_rows_of_a_story_are_the_same_each_time(wandb_server: WandbServer) -> None:
     """What was told is found again, whatever else is told with it."""
     assert WandbSink(wandb_server.url, timeout_s=5).told([]) == told_records([]) == []
