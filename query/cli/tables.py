@@ -160,8 +160,8 @@ def best(
 ) -> int:
     """Rank checkpoints by one evaluated metric, the best first.
 
-    RUN is an id, the beginning of one, or a glob; without any, all runs are ranked, and checkpoints that no run has
-    recorded. Warns when the values were measured by different harnesses or with different prompts.
+    RUN is an id, the beginning of one, or a glob; without any, all runs are ranked, and behind them checkpoints that no
+    run has recorded. Warns when the values were measured by different harnesses or with different prompts.
 
     Exit status: 0 done; 1 wrong usage; 4 something of these runs cannot be read.
     """
@@ -236,7 +236,7 @@ def _print_ranking(rows: Sequence[dict[str, Any]]) -> None:
         [
             [
                 f"{row['value']:.6g}",
-                row["run_id"] or "(not recorded)",
+                row["run_id"] if row["matched"] else f"{row['run_id'] or ''} (not recorded)".lstrip(),
                 layout.tokens(row["tokens"]),
                 layout.cell(row["step"]),
                 row["ckpt_id"],

@@ -16,14 +16,14 @@ _COLUMNS: Final = (
     *("value", "stderr", "run_id", "tokens", "step", "ckpt_id", "path", "task", "metric"),
     *("harness", "harness_version", "prompt_hash", "time", "superseded_by", "matched"),
 )
-# NaN is greater than every number in DuckDB, and better than none.
+# NaN is greater than every number in DuckDB, and better than none. What cannot be loaded by its path is not the best.
 _RANKED: Final = """
     SELECT e.*, p.path, e.details
     FROM evals e
     LEFT JOIN (SELECT ckpt_id, run_id, max(path) AS path FROM checkpoints GROUP BY ckpt_id, run_id) p
            ON p.ckpt_id = e.ckpt_id AND p.run_id = e.run_id
     WHERE e.task || '/' || e.metric IN ($name, $logged_name)
-    ORDER BY isnan(e.value), CASE WHEN $lower THEN e.value ELSE -e.value END, e.tokens, e.ckpt_id, e.time, e.seq
+    ORDER BY NOT e.matched, isnan(e.value), CASE WHEN $lower THEN e.value ELSE -e.value END, e.tokens, e.ckpt_id, e.time, e.seq
 """
 _NAMES: Final = "SELECT DISTINCT task || '/' || metric FROM evals ORDER BY 1"
 _SHOWN_NAMES: Final = 8
@@ -52,7 +52,7 @@ def best(
     lower_is_better: bool = False,
     superseded: bool = False,
 ) -> Ranking:
-    """Rank every evaluation of one metric, NaN last.
+    """Rank every evaluation of one metric: NaN last, and after all others those of checkpoints that no run has recorded.
 
     Args:
         con: Made by `connect`.

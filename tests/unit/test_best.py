@@ -103,13 +103,22 @@ def test_a_superseded_checkpoint_is_left_out_and_counted(root: Root) -> None:
     assert everything.superseded == 0
 
 
-def test_an_unmatched_evaluation_is_ranked_unless_runs_are_named(root: Root) -> None:
-    """It has no run; naming runs leaves it out."""
+def test_unmatched_evaluations_come_last_unless_runs_are_named(root: Root, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best checkpoint is one that can be found, even where a number of another is better; naming runs leaves it out."""
     log_eval(root.path, "full-elsewhere", "hellaswag", {"acc": 0.9}, tokens=7)
+    log_eval(root.path, "full-other", "hellaswag", {"acc": 0.95}, run_id="b")
     root.log("a", 100, 0.5)
-    root.log("b", 100, 0.4)
-    assert [(row["run_id"], row["matched"]) for row in root.best().rows] == [(None, False), ("a", True), ("b", True)]
-    assert [row["run_id"] for row in root.best(runs=["b"]).rows] == ["b"]
+    root.log("b", 100, math.nan)
+    expected = [("a", True), ("b", True), ("b", False), (None, False)]
+    assert [(row["run_id"], row["matched"]) for row in root.best().rows] == expected
+    assert [row["value"] for row in root.best(lower_is_better=True).rows[2:]] == [0.9, 0.95]
+    assert [row["run_id"] for row in root.best(runs=["b"]).rows] == ["b", "b"]
+    with pytest.raises(SystemExit):
+        program.main(["best", "hellaswag/acc", "--root", str(root.path)])
+    shown = [line.split()[1:4] for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert [words[:1] for words in shown[:2]] == [["a"], ["b"]]
+    assert shown[2] == ["b", "(not", "recorded)"]
+    assert shown[3][:2] == ["(not", "recorded)"]
 
 
 def test_different_harnesses_and_prompts_are_said(root: Root) -> None:
