@@ -23,7 +23,8 @@ _RANKED: Final = """
     LEFT JOIN (SELECT ckpt_id, run_id, max(path) AS path FROM checkpoints GROUP BY ckpt_id, run_id) p
            ON p.ckpt_id = e.ckpt_id AND p.run_id = e.run_id
     WHERE e.task || '/' || e.metric IN ($name, $logged_name)
-    ORDER BY NOT e.matched, isnan(e.value), CASE WHEN $lower THEN e.value ELSE -e.value END, e.tokens, e.ckpt_id, e.time, e.seq
+    ORDER BY NOT e.matched, isnan(e.value), CASE WHEN $lower THEN e.value ELSE -e.value END, e.tokens, e.ckpt_id,
+             e.time, e.seq
 """
 _NAMES: Final = "SELECT DISTINCT task || '/' || metric FROM evals ORDER BY 1"
 _SHOWN_NAMES: Final = 8
@@ -52,7 +53,7 @@ def best(
     lower_is_better: bool = False,
     superseded: bool = False,
 ) -> Ranking:
-    """Rank every evaluation of one metric: NaN last, and after all others those of checkpoints that no run has recorded.
+    """Rank every evaluation of one metric: NaN last, and behind them those of checkpoints that no run has recorded.
 
     Args:
         con: Made by `connect`.
