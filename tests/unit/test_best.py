@@ -104,7 +104,7 @@ def test_a_superseded_checkpoint_is_left_out_and_counted(root: Root) -> None:
 
 
 def test_unmatched_evaluations_come_last_unless_runs_are_named(root: Root, capsys: pytest.CaptureFixture[str]) -> None:
-    """The best checkpoint is one that can be found, whatever others have; naming runs leaves those without a run out."""
+    """The best checkpoint is one that can be found; naming runs leaves out what belongs to none."""
     log_eval(root.path, "full-elsewhere", "hellaswag", {"acc": 0.9}, tokens=7)
     log_eval(root.path, "full-other", "hellaswag", {"acc": 0.95}, run_id="b")
     root.log("a", 100, 0.5)
