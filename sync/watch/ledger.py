@@ -17,7 +17,7 @@ from llmtrack.sync.replay.describe import tokens as in_words
 from llmtrack.writer.errors import LlmtrackError, UsageError
 
 from .notify import Happening, level_of
-from .stalls import Place, Sign, Verdict, Written, read_sign, read_written
+from .stalls import Place, Sign, Verdict, Written, read_newest_seq, read_sign, read_written
 
 _CLOSED: Final = frozenset({"finished", "abandoned"})  # ends that nothing usually follows
 _SEGMENT_COLUMNS: Final = ("run_id", "segment", "phase", "seq", "time", "step", "tokens", "project", "from_run", "exit")
@@ -169,6 +169,10 @@ class Ledger:
         """Return how much the newest segment of a run holds."""
         return read_written(self._root, run_id, self.runs[run_id].head)
 
+    def newest_seq(self, run_id: str, segment: int) -> int:
+        """Return the newest `seq` of a segment."""
+        return read_newest_seq(self._root, run_id, segment)
+
     def longest_pause_s(self, run_id: str, segment: int) -> float:
         """Return the longest time between two of the newest thousand rows of a segment; 0 when it has none."""
         import duckdb
@@ -235,10 +239,9 @@ def of_verdict(run: RunFacts, verdict: Verdict) -> Happening:
     else:
         text, kind, level = f"stalled: no sign of life for {for_how_long}", "stalled", "error"
     place = verdict.place
-    again = f"/{verdict.again}" if verdict.again else ""
     return Happening(
-        # The same silence is the same thing after a restart of the sync.
-        key=f"{run.run_id}/{place.segment}/{kind}/{place.tokens}/{place.step}{again}",
+        # The same silence is the same thing after a restart of the sync, and the next one is another.
+        key=f"{run.run_id}/{place.segment}/{kind}/{verdict.seq}",
         kind=kind,
         level=level,
         run_id=run.run_id,

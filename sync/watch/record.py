@@ -34,6 +34,7 @@ class RunRecord:
         points_sent: By all syncs of this root into this tracker.
         points_per_s: When points were last sent.
         url: Where a person can look at it.
+        silence: In which a watch found it last, as `stalls.Silence.content` gives it; None: it is not silent.
     """
 
     complete: str = ""
@@ -43,6 +44,7 @@ class RunRecord:
     points_sent: int = 0
     points_per_s: float | None = None
     url: str = ""
+    silence: dict[str, Any] | None = None
 
 
 @dataclass

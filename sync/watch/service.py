@@ -42,7 +42,7 @@ from .ledger import Ledger, of_verdict
 from .lock import SyncLock
 from .notify import Happening, Receiver, Relay
 from .schedule import Schedule, Urgency
-from .stalls import Stalls
+from .stalls import Silence, Stalls
 
 if TYPE_CHECKING:
     import duckdb
@@ -231,7 +231,7 @@ class Service:
         if self._events is None:
             stalled_s = max(stalled_s, 3 * self._interval_s)
         lost_s = LOST_AFTER_S if settings.lost_s is None else settings.lost_s
-        self._stalls = Stalls(stalled_s, lost_s, self._ledger.longest_pause_s)
+        self._stalls = Stalls(stalled_s, lost_s, self._ledger.longest_pause_s, self._ledger.newest_seq)
         happened = self._ledger.refresh(self._scanner.readable())
         for one in happened:
             self._journal.is_new(one.key)
@@ -239,8 +239,7 @@ class Service:
             self._note_written(run_id)
         earlier = record.load(record.record_path(self._folder, settings.root))
         if earlier is not None:
-            same = earlier.options == self._record.options
-            self._record.runs = earlier.runs if same else {}
+            self._take_over(earlier)
         ids = [run_id for run_id in self._ledger.runs if self._is_chosen(run_id)]
         self._journal.say(
             "watching",
@@ -260,6 +259,15 @@ class Service:
             self._mark(run_id, now, Urgency.RECHECK if is_known else None)
         self._scanner.set_state(self._ledger.ended(), self._ledger.resting())
         self._relay.offer([one for one in happened if self._is_chosen(one.run_id)], ids)
+
+    def _take_over(self, earlier: record.RootRecord) -> None:
+        """Go on with what an earlier watch remembered."""
+        self._record.runs = earlier.runs
+        for run_id, there in earlier.runs.items():
+            if earlier.options != self._record.options:
+                there.complete = ""
+            if there.silence is not None and (silence := Silence.read(there.silence)) is not None:
+                self._stalls.remember(run_id, silence)
 
     def _watch_files(self) -> str:
         """Start events where they come; returns why not, otherwise."""
@@ -417,6 +425,7 @@ class Service:
         for run_id, run in self._ledger.runs.items():
             if not run.is_open or not self._is_chosen(run_id):
                 self._stalls.forget(run_id)
+                self._remember(run_id, None)
                 continue
             if not self._stalls.needs_look(run_id):
                 continue
@@ -425,6 +434,14 @@ class Service:
                 happening = of_verdict(run, verdict)
                 self._mark(run_id, now)
                 self._offer([happening], [run_id])
+                self._remember(run_id, Silence.of(verdict))
+
+    def _remember(self, run_id: str, silence: Silence | None) -> None:
+        """Write down whether a run is silent: the next watch begins with that."""
+        there = self._record.runs.get(run_id)
+        if silence is not None or (there is not None and there.silence is not None):
+            self._record.of_run(run_id).silence = None if silence is None else silence.content()
+            self._save(force=True)
 
     # Syncing.
 

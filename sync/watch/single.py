@@ -81,7 +81,10 @@ def _silences(job: once.Job, ledger: Ledger) -> Iterator[Happening]:
             if sign.time is not None:
                 silent_s = (dt.datetime.now(dt.UTC) - sign.time).total_seconds()
                 since = sign.time + dt.timedelta(seconds=min(bound_s, silent_s))
-                yield of_verdict(run, Verdict(word, "running", silent_s, since, is_alive=False, place=sign.place))
+                seq = max(sign.place.seq, ledger.newest_seq(run_id, run.head))
+                yield of_verdict(
+                    run, Verdict(word, "running", silent_s, since, is_alive=False, place=sign.place, seq=seq)
+                )
 
 
 def _remember(job: once.Job, folder: Path, outcome: once.Outcome, took_s: float) -> None:

@@ -5,6 +5,9 @@ With heartbeats and no rows it hangs: the classic, for hours, while the schedule
 
 Silence is measured by our own clock, from when we saw the last change: clocks of hosts differ. Only what was silent
 before we came has to be judged by the times in the log, and it is watched for a while before it is.
+
+A silence is named by what it follows: the newest `seq` of its segment. That is in the files, the same for a watch that
+is started again, and another after the first row more; a heartbeat may tell of a row half a minute late.
 """
 
 from __future__ import annotations
@@ -14,11 +17,17 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-from llmtrack.writer.format import HEARTBEAT, OPEN_SUFFIX, PART_FILE, segment_folder
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from llmtrack.writer.errors import FormatError
+from llmtrack.writer.format import HEARTBEAT, OPEN_SUFFIX, PART_FILE, SCHEMAS, SEALED_SUFFIX, segment_folder
+from llmtrack.writer.log.stream import read_raw_part
 
 Status = Literal["running", "stalled", "lost"]
 
@@ -27,7 +36,7 @@ _RHYTHMS: Final = 3.0  # as many of its longest pauses so far a run may be silen
 _SHORTEST_S: Final = 1.0  # rows are written twice a second at most
 _LIVES_S: Final = 60.0  # since its heartbeat was seen to move: one may be missed
 _WATCHED_S: Final = 120.0  # two heartbeats, and attributes that are a minute old
-
+_TAIL_BYTES: Final = 256 << 10  # of an open part, in which its last batch usually is
 
 Written = Mapping[str, tuple[int, int, int]]  # by table: segment, newest part, its bytes while it is open
 
@@ -65,8 +74,8 @@ class Verdict:
         since: When the silence became what it is.
         is_alive: Whether its heartbeat was seen to move lately, and after its last row.
         place: How far it has come.
+        seq: The newest of its segment: what this silence follows, or ended with.
         beat_s: Seconds since its heartbeat was seen to move; None when it was not.
-        again: How often it had gone on at this place before: rows come sooner than the heartbeat that tells of them.
     """
 
     status: Status
@@ -75,8 +84,47 @@ class Verdict:
     since: dt.datetime
     is_alive: bool
     place: Place
+    seq: int
     beat_s: float | None = None
-    again: int = 0
+
+
+@dataclass(frozen=True)
+class Silence:
+    """What a watch remembers of a run that it found silent.
+
+    Attributes:
+        status: stalled or lost.
+        segment: Its segment.
+        seq: The newest of it.
+        since: Since when it is silent.
+    """
+
+    status: Status
+    segment: int
+    seq: int
+    since: dt.datetime
+
+    @classmethod
+    def of(cls, verdict: Verdict) -> Silence | None:
+        """Return what is to be remembered of a verdict; None: the run is not silent any more."""
+        if verdict.status == "running":
+            return None
+        since = dt.datetime.now(dt.UTC) - dt.timedelta(seconds=verdict.silent_s)
+        return cls(verdict.status, verdict.place.segment, verdict.seq, since)
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> Silence | None:
+        """Return what `content` gave; None when it was something else."""
+        with suppress(KeyError, TypeError, ValueError):
+            since = dt.datetime.fromisoformat(content["since"])
+            status: Status = "lost" if content["status"] == "lost" else "stalled"
+            if since.tzinfo is not None:
+                return cls(status, int(content["segment"]), int(content["seq"]), since)
+        return None
+
+    def content(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {"status": self.status, "segment": self.segment, "seq": self.seq, "since": self.since.isoformat()}
 
 
 @dataclass
@@ -90,7 +138,6 @@ class _Watched:
     beat_s: float | None = None  # when its heartbeat was last seen to move
     alive_s: float | None = None  # likewise, and surely after its last row
     has_grown: bool = False  # since its heartbeat last told of rows
-    again: int = 0
 
 
 class Stalls:
@@ -101,6 +148,7 @@ class Stalls:
         lost_s: Time without a sign of life after which it counts as lost.
         longest_pause_s: Returns the longest pause between rows of a run's segment so far; asked before a run is called
             stalled, and once for each silence.
+        newest_seq: Returns the newest `seq` of a run's segment; asked when a run becomes another than it was.
         clock: Seconds, never going backwards.
     """
 
@@ -109,26 +157,35 @@ class Stalls:
         stalled_s: float,
         lost_s: float,
         longest_pause_s: Callable[[str, int], float],
+        newest_seq: Callable[[str, int], int],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stalled_s = stalled_s
         self._lost_s = max(lost_s, stalled_s)
         self._longest_pause_s = longest_pause_s
+        self._newest_seq = newest_seq
         self._clock = clock
         self._runs: dict[str, _Watched] = {}
         self._written: dict[str, dict[str, tuple[int, int, int]]] = {}
         self._pauses: dict[str, tuple[Place, float]] = {}
+        self._remembered: dict[str, Silence] = {}
 
     @property
     def interval_s(self) -> float:
         """How often runs should be looked at."""
         return min(15.0, max(0.2, self._stalled_s / 4))
 
+    def remember(self, run_id: str, silence: Silence) -> None:
+        """Hear of the silence in which an earlier watch left a run, before the first look at it."""
+        self._remembered[run_id] = silence
+
     def status(self, run_id: str) -> Status:
         """Return what a run was at the last look."""
-        watched = self._runs.get(run_id)
-        return "running" if watched is None else watched.status
+        watched, remembered = self._runs.get(run_id), self._remembered.get(run_id)
+        if watched is not None:
+            return watched.status
+        return "running" if remembered is None else remembered.status
 
     def needs_look(self, run_id: str) -> bool:
         """Return whether a look can change anything: of one that is lost, something has to be written first."""
@@ -158,6 +215,7 @@ class Stalls:
         self._runs.pop(run_id, None)
         self._written.pop(run_id, None)
         self._pauses.pop(run_id, None)
+        self._remembered.pop(run_id, None)
 
     def look(self, run_id: str, sign: Sign) -> Verdict | None:
         """Take in what a run shows now, and return what it means; None when it is what it was.
@@ -167,18 +225,18 @@ class Stalls:
             sign: As `read_sign` gives it.
         """
         now = self._clock()
+        before = self.status(run_id)
         watched = self._runs.get(run_id)
         if watched is None or watched.sign.place.segment != sign.place.segment:
             if watched is not None:  # it has just started, whatever its clock says
                 fresh = _Watched(sign, watched.since_s, now, now, watched.status)
             else:
-                silent_s = 0.0 if sign.time is None else (dt.datetime.now(dt.UTC) - sign.time).total_seconds()
-                fresh = _Watched(sign, now, now - max(0.0, silent_s), now - max(0.0, silent_s))
+                fresh = self._first(run_id, sign, now)
             watched = self._runs[run_id] = fresh
         else:
             _take(watched, sign, now)
         watched.judged_s = now
-        before, watched.status = watched.status, self._judge(run_id, watched, now)
+        watched.status = self._judge(run_id, watched, now)
         if watched.status == before:
             return None
         alive_s, beat_s = watched.alive_s, watched.beat_s
@@ -186,8 +244,6 @@ class Stalls:
         silent_s = now - watched.progress_s
         bound_s = {"running": silent_s, "stalled": self._stalled_s, "lost": self._lost_s}[watched.status]
         since = dt.datetime.now(dt.UTC) - dt.timedelta(seconds=max(0.0, silent_s - bound_s))
-        again = watched.again
-        watched.again += watched.status == "running"
         return Verdict(
             watched.status,
             before,
@@ -195,9 +251,24 @@ class Stalls:
             since,
             is_alive,
             watched.sign.place,
+            self._seq(run_id, watched.sign.place),
             beat_s=None if beat_s is None else now - beat_s,
-            again=again,
         )
+
+    def _first(self, run_id: str, sign: Sign, now: float) -> _Watched:
+        """Return what is known of a run at the first look at it."""
+        silent_s = 0.0 if sign.time is None else max(0.0, _age_s(sign.time))
+        watched = _Watched(sign, now, now - silent_s, now - silent_s)
+        remembered = self._remembered.pop(run_id, None)
+        if remembered is not None:
+            newest = sign.place.segment, self._seq(run_id, sign.place)
+            if newest <= (remembered.segment, remembered.seq):  # a heartbeat ends no silence
+                watched.status = remembered.status
+                watched.progress_s = now - max(0.0, _age_s(remembered.since))
+        return watched
+
+    def _seq(self, run_id: str, place: Place) -> int:
+        return max(place.seq, self._newest_seq(run_id, place.segment))
 
     def _judge(self, run_id: str, watched: _Watched, now: float) -> Status:
         if now - watched.since_s < min(self._stalled_s, _WATCHED_S):
@@ -227,13 +298,16 @@ def _take(watched: _Watched, sign: Sign, now: float) -> None:
         if not watched.has_grown:  # otherwise it tells late of rows that were seen
             watched.progress_s = now
         watched.has_grown = False
-        watched.again = 0
     if sign != watched.sign:
         # At the last look the last row was there, and this heartbeat was not.
         if watched.judged_s >= watched.progress_s:
             watched.alive_s = now
         watched.life_s = watched.beat_s = now
     watched.sign = sign
+
+
+def _age_s(time_: dt.datetime) -> float:
+    return (dt.datetime.now(dt.UTC) - time_).total_seconds()
 
 
 def _order(place: Place) -> tuple[int, int, int, int]:
@@ -264,6 +338,43 @@ def read_written(root: Path, run_id: str, segment: int) -> Written:
             size = 0
         written[table] = (segment, part, size)
     return written
+
+
+def read_newest_seq(root: Path, run_id: str, segment: int) -> int:
+    """Return the newest `seq` that a segment holds, from the end of the newest part of each table; 0 when it has none.
+
+    Args:
+        root: The folder of the runs.
+        run_id: The run.
+        segment: Its newest segment.
+    """
+    folder = segment_folder(root, run_id, segment)
+    parts: dict[str, list[tuple[int, str]]] = {}
+    try:
+        for name in os.listdir(folder):  # noqa: PTH208 - as above
+            if (match := PART_FILE.fullmatch(name)) and match[1] in SCHEMAS:
+                parts.setdefault(match[1], []).append((int(match[2]), name))
+    except OSError:
+        return 0
+    return max(
+        (
+            next((seq for _, name in sorted(names, reverse=True) if (seq := _last_seq(folder / name))), 0)
+            for names in parts.values()
+        ),
+        default=0,
+    )
+
+
+def _last_seq(part: Path) -> int:
+    """Return the last `seq` in a part; 0 when it has none that can be read."""
+    with suppress(FormatError, OSError, pa.ArrowException, ValueError):  # the one before it is nearly as good
+        if part.suffix == SEALED_SUFFIX:
+            return int((pq.read_metadata(part).metadata or {}).get(b"llmtrack.seq_last", 0))
+        size = part.stat().st_size
+        for offset in [size - _TAIL_BYTES, 0] if size > _TAIL_BYTES else [0]:
+            if (last := read_raw_part(part, offset=offset).last_seq) is not None:
+                return last
+    return 0
 
 
 def read_sign(root: Path, run_id: str, segment: int, last: Sign) -> Sign:

@@ -28,6 +28,7 @@ from llmtrack.sync.watch.journal import Journal
 from llmtrack.sync.watch.lock import BusyError
 from llmtrack.sync.watch.notify import Command
 from llmtrack.sync.watch.service import Service, Settings, _Signal
+from llmtrack.sync.watch.stalls import read_newest_seq
 from tests.faults import wait_until
 from tests.handmade import write_segment
 from tests.oracle import Point, Segment
@@ -372,30 +373,63 @@ def test_a_watch_at_rest_begins_anew_and_forgets_nothing(tmp_path: Path, empty_d
     assert not list((tmp_path / "state").glob("*/*.renew"))
 
 
+@contextlib.contextmanager
+def _watching(root: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A watch in a process of its own, whose tracker does not answer; killed at the end, if it is still there."""
+    place = ["--to", "mlflow", "--tracking-uri", "http://127.0.0.1:9", "--state", str(root.parent / "state")]
+    code = _AS_FROM_A_TERMINAL + "from llmtrack.sync.cli import main; main()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with (root.parent / "log").open("ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(root), *place, "--watch", "--json", *options],
+            stdout=out,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_every_stall_is_told_once_though_the_watch_is_killed_between(tmp_path: Path) -> None:
+    """No heartbeat tells of the rows between two of them: they are at the same place by that."""
+    root, out = tmp_path / "root", tmp_path / "told"
+    out.touch()
+    code = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + chr(10))"
+    command = f'{sys.executable} -c "{code}" {out}'
+
+    def told() -> list[str]:
+        return [json.loads(line)["id"] for line in out.read_text().splitlines()]
+
+    def is_told(key: str) -> bool:  # and written down as such: what is killed before that is told again
+        files = list(tmp_path.glob("state/*/*.relay"))
+        return key in told() and not any(json.loads(file.read_bytes())["waiting"]["on_alert"] for file in files)
+
+    run = llmtrack.open_run(root, run_id="run", project="watched")
+    step, seqs = 0, [0]
+    for _ in range(2):
+        for _ in range(1100):  # so that the pause before them is not among the newest thousand rows
+            step += 1
+            run.log({"train/loss": 1.0}, step=step, tokens=step * 100)
+        wait_until(lambda: read_newest_seq(root, "run", 1) >= seqs[-1] + 1100, "the rows are on disk")
+        seqs.append(read_newest_seq(root, "run", 1))
+        with _watching(root, "--stalled-after", "1", "--lost-after", "600", "--on-alert", command):
+            wait_until(lambda: is_told(f"run/1/stalled/{seqs[-1]}"), "this stall is told")
+    run.finish()
+    assert len(set(told())) == len(told())
+    assert [one for one in told() if "resumed" in one]
+
+
 @pytest.mark.parametrize("case", [([signal.SIGINT], 130), ([signal.SIGHUP], 0), ([signal.SIGTERM, signal.SIGINT], 130)])
 def test_signals_end_a_watch_before_the_tracker_answers(tmp_path: Path, case: tuple[list[int], int]) -> None:
     """Ctrl-C is an interruption, a closed terminal is none, and a second signal ends it at once."""
     numbers, status = case
-    root, log = tmp_path / "root", tmp_path / "log"
+    root = tmp_path / "root"
     _finished(root, "a")
-    place = ["--to", "mlflow", "--tracking-uri", "http://127.0.0.1:9", "--state", str(tmp_path / "state")]
-    command = [
-        sys.executable,
-        "-c",
-        _AS_FROM_A_TERMINAL + "from llmtrack.sync.cli import main; main()",
-        str(root),
-        *place,
-        "--watch",
-        "--json",
-    ]
-    with log.open("wb") as out:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, env=environment)
-    try:
-        wait_until(lambda: _told(log, "waiting"), "it waits for the tracker")
+    with _watching(root) as process:
+        wait_until(lambda: _told(tmp_path / "log", "waiting"), "it waits for the tracker")
         for number in numbers:
             process.send_signal(number)
         assert process.wait(_LONG_S) == status
-    finally:
-        process.kill()
-        process.wait()

@@ -134,12 +134,12 @@ def test_a_verdict_is_said_with_the_time_at_which_it_came_true(
     write_segment(tmp_path, Segment("a", 1, points=[Point(10, "loss", 1.0)]))
     ledger = Ledger(tmp_path)
     ledger.refresh()
-    verdict = Verdict(status, "stalled", 7200.0, DAY, is_alive, Place(1, 5, 2, 10))
+    verdict = Verdict(status, "stalled", 7200.0, DAY, is_alive, Place(1, 5, 2, 10), 5)
     happening = of_verdict(ledger.runs["a"], verdict)
     assert (happening.kind, happening.level, happening.time) == (kind, level, DAY)
     assert text in happening.text
     assert of_verdict(ledger.runs["a"], verdict).key == happening.key
-    assert of_verdict(ledger.runs["a"], replace(verdict, again=1)).key != happening.key
+    assert of_verdict(ledger.runs["a"], replace(verdict, seq=6)).key != happening.key
 
 
 def test_of_a_process_that_may_live_only_what_is_known_is_said(tmp_path: Path) -> None:
@@ -147,5 +147,5 @@ def test_of_a_process_that_may_live_only_what_is_known_is_said(tmp_path: Path) -
     write_segment(tmp_path, Segment("a", 1, points=[Point(10, "loss", 1.0)]))
     ledger = Ledger(tmp_path)
     ledger.refresh()
-    verdict = Verdict("stalled", "running", 12.0, DAY, is_alive=False, place=Place(1, 5, 2, 10), beat_s=11.0)
+    verdict = Verdict("stalled", "running", 12.0, DAY, is_alive=False, place=Place(1, 5, 2, 10), seq=5, beat_s=11.0)
     assert "stalled: no row for 12 seconds, last heartbeat 11 seconds ago" in of_verdict(ledger.runs["a"], verdict).text

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llmtrack.sync.watch.stalls import Place, Sign, Stalls, Verdict, read_sign, read_written
+from llmtrack.sync.watch.stalls import Place, Sign, Silence, Stalls, Verdict, read_newest_seq, read_sign, read_written
 from llmtrack.writer.format import segment_folder
+from llmtrack.writer.log.seal import seal_part
+from tests.handmade import write_part
 
 
 class World:
@@ -17,13 +19,21 @@ class World:
 
     def __init__(self, *, stalled_s: float = 900.0, lost_s: float = 86_400.0, pause_s: float = 1.0) -> None:
         self.now_s = 5000.0
+        self._stalled_s, self._lost_s = stalled_s, lost_s
         self.pause_s = pause_s
         self.asked = 0
-        self.stalls = Stalls(stalled_s, lost_s, self._longest_pause_s, clock=lambda: self.now_s)
+        self.newest_seq = 10
+        self.stalls = self.watch()
         self.place = Place(1, 10, 10, 1000)
         self.bytes = 1000
         self.report()
         self.time = dt.datetime.now(dt.UTC)
+
+    def watch(self) -> Stalls:
+        """Return what a watch knows that has just been started."""
+        return Stalls(
+            self._stalled_s, self._lost_s, self._longest_pause_s, lambda *_: self.newest_seq, clock=lambda: self.now_s
+        )
 
     def _longest_pause_s(self, run_id: str, segment: int) -> float:
         assert (run_id, segment) == ("run", self.place.segment)
@@ -39,6 +49,7 @@ class World:
     def write(self) -> None:
         """Log a row of which no heartbeat tells yet."""
         self.bytes += 100
+        self.newest_seq += 1
         self.report()
 
     def report(self) -> None:
@@ -118,7 +129,35 @@ def test_a_second_stall_after_rows_is_another_and_none_without() -> None:
     said = [verdict for verdict in told if verdict is not None]
     assert [verdict.status for verdict in said] == ["stalled", "running", "stalled"]
     assert said[0].place == said[2].place
-    assert said[0].again != said[2].again
+    assert said[0].seq != said[2].seq
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_watch_that_begins_again_goes_on_with_the_silence_it_left(rows: int) -> None:
+    """Between the two a row came, of which no heartbeat tells yet, or none; the process beats all along."""
+    world = World(stalled_s=100)
+    world.pass_time(0)
+    first = [verdict for _ in range(12) if (verdict := world.pass_time(10)) is not None]
+    silence = Silence.of(first[-1])
+    assert silence is not None
+    world.stalls = world.watch()
+    world.stalls.remember("run", Silence.read(json.loads(json.dumps(silence.content()))) or silence)
+    assert world.stalls.status("run") == "stalled"
+    world.newest_seq += rows
+    second = []
+    for _ in range(30):
+        world.beat()
+        second.append(world.pass_time(10))
+    said = [(verdict.status, verdict.seq) for verdict in second if verdict is not None]
+    assert said == ([("running", 11), ("stalled", 11)] if rows else [])
+    assert first[-1].seq == 10
+    assert world.stalls.status("run") == "stalled"
+
+
+def test_what_is_no_silence_is_not_remembered() -> None:
+    """A file of another version, or of another hand."""
+    assert Silence.read({"status": "stalled"}) is None
+    assert Silence.read({"status": "lost", "segment": 1, "seq": 2, "since": "2026-01-01T00:00:00"}) is None
 
 
 def test_a_heartbeat_that_tells_late_of_rows_is_no_progress() -> None:
@@ -191,6 +230,24 @@ def test_what_a_segment_holds_grows_with_rows_and_parts_and_not_when_sealed(tmp_
     assert read_written(tmp_path, "run", 1)["metrics"] < before["metrics"]
     (folder / "metrics-00003.arrows").write_bytes(bytes(5))
     assert read_written(tmp_path, "run", 1)["metrics"] > before["metrics"]
+
+
+@pytest.mark.parametrize("batch", [10, 20_000])
+def test_the_newest_seq_is_that_of_the_newest_part_of_any_table(tmp_path: Path, batch: int) -> None:
+    """Open or sealed, with a part that has nothing in it yet, and a batch that is larger than the end that is read."""
+    folder = segment_folder(tmp_path, "run", 1)
+    assert read_newest_seq(tmp_path, "run", 1) == 0
+    rows = [{"tokens": n, "name": f"metric-{n}", "value": n / 7} for n in range(20_000)]
+    part = write_part(folder, "metrics", rows, batch=batch)
+    assert read_newest_seq(tmp_path, "run", 1) == 20_000
+    seal_part(part)
+    write_part(folder, "metrics", [], part=2)
+    assert read_newest_seq(tmp_path, "run", 1) == 20_000
+    write_part(folder, "checkpoints", [{"seq": 20_001, "tokens": 5, "ckpt_id": "a"}])
+    assert read_newest_seq(tmp_path, "run", 1) == 20_001
+    (folder / "metrics-00002.arrows").write_bytes(b"not ours")
+    (folder / "checkpoints-00001.arrows").unlink()
+    assert read_newest_seq(tmp_path, "run", 1) == 20_000
 
 
 def test_a_process_that_hangs_and_still_beats_is_stalled_and_never_lost() -> None:
