@@ -503,10 +503,8 @@ class Log:
 
     def _note_places(self, packed: Packed) -> None:
         last_rows = to_column([end - 1 for end in packed.ends], pa.int64())
-        lasts = [
-            packed.places[name].take(last_rows).cast(pa.int64()).to_pylist() for name in ("time", "step", "tokens")
-        ]
-        all_tokens = packed.places["tokens"]
+        lasts = [packed.rows[name].take(last_rows).cast(pa.int64()).to_pylist() for name in ("time", "step", "tokens")]
+        all_tokens = packed.rows["tokens"]
         begin = 0
         for one, end, time_ms, step, last_tokens in zip(packed.found, packed.ends, *lasts, strict=True):
             segment = self._runs[one.run_id][one.segment]

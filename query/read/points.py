@@ -1,18 +1,17 @@
-"""New points of open parts, packed for a database in memory: a sixth of what they take as columns, for it and for us.
+"""New points of open parts, packed: a tenth of what they take as columns, for a database in memory and for us.
 
-All metrics of a row have one `seq`, `time`, `step` and `tokens`, which are kept once; names are kept as numbers.
+All metrics of a row have one `seq`, `time`, `step` and `tokens`, which are kept once, and its values are one list.
+Which metrics these are is the row's shape: a run has few shapes, and names are kept once for each.
 """
 
 from __future__ import annotations
 
 import os
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,22 +28,23 @@ _THREADS: Final = min(4, os.cpu_count() or 1)
 _INSERT_POINTS: Final = 1 << 19  # at once: DuckDB fills row groups of 122,880
 _COORDINATES: Final = ("seq", "time", "step", "tokens")
 
-NAMES: Final = pa.schema([("id", pa.int64()), ("name", pa.string())])
 PARTS: Final = pa.schema([("id", pa.int64()), ("run_id", pa.string()), ("segment", pa.int64()), ("part", pa.int64())])
-PLACES: Final = pa.schema(
+SHAPES: Final = pa.schema([("id", pa.int64()), ("position", pa.int64()), ("name", pa.string())])  # position: from 1
+ROWS: Final = pa.schema(
     [
-        ("id", pa.int64()),
         ("part_id", pa.int64()),
         ("seq", pa.int64()),
         ("time", TIME),
         ("step", pa.int64()),
         ("tokens", pa.int64()),
+        ("shape_id", pa.int64()),
+        ("points", pa.list_(pa.float64())),
     ]
 )
-VALUES: Final = pa.schema([("place_id", pa.int64()), ("name_id", pa.int32()), ("value", pa.float64())])
 
-
+_Key = TypeVar("_Key")
 Insert = Callable[[str, pa.Table], None]  # the name of a table, and new rows of it
+Shape = tuple[str | None, ...]  # the metrics of a row, as they were logged; None stands for a name that is null
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,21 @@ class Packed:
 
     Attributes:
         found: The parts, of which each has points.
-        places: ``[rows]``: `seq`, `time`, `step`, `tokens`, in the order of the log.
+        rows: ``[rows]``: `seq`, `time`, `step`, `tokens`, in the order of the log.
         part_of: ``[rows]``, int64: the index in `found` of the part that a row is of.
         ends: The number of rows of the first part, of the first two, …
-        place_of: ``[points]``, int64: the index of a point's row.
-        names: Of the metrics; None stands for a name that is null.
-        name_of: ``[points]``, int32: the index of a point's name.
-        values: ``[points]``, float64.
+        shapes: Of the rows.
+        shape_of: ``[rows]``, int32: the index of a row's shape.
+        points: ``[rows]``, lists of float64: the values of a row, in the order of its shape.
     """
 
     found: Sequence[Found]
-    places: pa.Table
+    rows: pa.Table
     part_of: pa.Array
     ends: Sequence[int]
-    place_of: pa.Array
-    names: Sequence[str | None]
-    name_of: pa.Array
-    values: pa.Array
+    shapes: Sequence[Shape]
+    shape_of: pa.Array
+    points: pa.Array
 
 
 def pack(found: Sequence[Found]) -> Packed | None:
@@ -78,33 +76,44 @@ def pack(found: Sequence[Found]) -> Packed | None:
     Raises:
         CorruptSegmentError: The head of a part is lost and the columns are not those of this format.
     """
-    rows, filled = decode_rows(found)
+    points, filled = decode_rows(found)
     if not filled:
         return None
-    columns = {name: rows[name].combine_chunks() for name in rows.column_names}
-    lengths = [count for _, count in filled]
-    part_of = repeated(to_column(range(len(filled)), pa.int64()), lengths)
-    begins = _begins(part_of)
-    for name in _COORDINATES:
-        begins = pc.or_(begins, _begins(columns[name]))
-    place_of = pc.cumulative_sum(pa.concat_arrays([to_column([0], pa.int64()), begins.cast(pa.int64())]))
-    is_first = pa.concat_arrays([to_column([1], pa.int64()).cast(pa.bool_()), begins])
-    names = columns["name"].dictionary_encode()
-    known, name_of = names.dictionary.to_pylist(), names.indices
-    if name_of.null_count:
-        name_of = pc.fill_null(name_of, to_column([len(known)], pa.int64()).cast(pa.int32())[0])
-        known.append(None)
-    last_points = to_column([end - 1 for end in accumulate(lengths)], pa.int64())
+    columns = {name: points[name].combine_chunks() for name in points.column_names}
+    part_of = repeated(to_column(range(len(filled)), pa.int64()), [count for _, count in filled])
+    begins = _begins(columns["seq"])
+    for column in (columns["time"], columns["step"], columns["tokens"], *([part_of] if len(filled) > 1 else [])):
+        begins = pc.or_(begins, _begins(column))
+    firsts = pc.add(pc.indices_nonzero(begins).cast(pa.int64()), to_column([1], pa.int64())[0])
+    firsts = pa.concat_arrays([to_column([0], pa.int64()), firsts])
+    bounds = pa.concat_arrays([firsts, to_column([len(points)], pa.int64())])
+    shapes, shape_of = _shapes(columns["name"], bounds)
+    parts = pc.run_end_encode(part_of.take(firsts))
     return Packed(
         [one for one, _ in filled],
-        pa.table([columns[name].filter(is_first) for name in _COORDINATES], _COORDINATES),
-        part_of.filter(is_first),
-        [place + 1 for place in place_of.take(last_points).to_pylist()],
-        place_of,
-        known,
-        name_of,
-        columns["value"],
+        pa.table([columns[name].take(firsts) for name in _COORDINATES], _COORDINATES),
+        pc.run_end_decode(parts),
+        parts.run_ends.to_pylist(),
+        shapes,
+        shape_of,
+        pa.ListArray.from_arrays(bounds.cast(pa.int32()), columns["value"]),
     )
+
+
+def _shapes(names: pa.Array, bounds: pa.Array) -> tuple[list[Shape], pa.Array]:
+    """Return the shapes of the rows that lie between bounds, and which one each row has."""
+    known = names.dictionary_encode()
+    alphabet, numbers = known.dictionary.to_pylist(), known.indices
+    if numbers.null_count:
+        numbers = pc.fill_null(numbers, to_column([len(alphabet)], pa.int64()).cast(numbers.type)[0])
+        alphabet.append(None)
+    # The numbers of a row's names, as they lie in memory, taken for a word: Arrow tells words apart, and no lists.
+    width = numbers.type.bit_width // 8
+    ends = pc.multiply(bounds, to_column([width], pa.int64())[0]).buffers()[1]
+    letters = numbers.buffers()[1].slice(numbers.offset * width)
+    words = pa.Array.from_buffers(pa.large_binary(), len(bounds) - 1, [None, ends, letters]).dictionary_encode()
+    shapes = [tuple(alphabet[number] for number in memoryview(word).cast("i")) for word in words.dictionary.to_pylist()]
+    return shapes, words.indices
 
 
 def pack_ahead(found: Sequence[Found]) -> Iterator[tuple[Sequence[Found], Callable[[], Packed | None]]]:
@@ -153,51 +162,42 @@ def _begins(column: pa.Array) -> pa.Array:
     return pc.fill_null(changes, to_column([1], pa.int64()).cast(pa.bool_())[0]) if changes.null_count else changes
 
 
-def _range(begin: int, end: int) -> pa.Array:
-    return pa.Array.from_buffers(pa.int64(), end - begin, [None, pa.py_buffer(array("q", range(begin, end)))])
-
-
 class Packer:
-    """Numbers the parts, rows and names of one database, and hands on tables in which numbers stand for them."""
+    """Numbers the parts and shapes of one database, and hands on tables in which numbers stand for them."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, int, int], int] = {}
-        self._names: dict[tuple[str | None], int] = {}
-        self._rows = 0
-        self._waiting: list[tuple[pa.Table, pa.Table]] = []
+        self._shapes: dict[Shape, int] = {}
+        self._waiting: list[pa.Table] = []
         self._waiting_points = 0
 
     def add(self, packed: Packed, insert: Insert) -> None:
         """Take in points; they are handed on when there are many, or with `flush`."""
-        part_keys = [(one.run_id, one.segment, one.part) for one in packed.found]
-        parts = _number(part_keys, self._parts, "open_parts", PARTS, insert)
-        names = _number([(name,) for name in packed.names], self._names, "open_names", NAMES, insert)
-        first = to_column([self._rows], pa.int64())[0]
-        ids = _range(self._rows, self._rows + len(packed.places))
-        places = [ids, parts.take(packed.part_of), *packed.places.columns]
-        values = [pc.add(packed.place_of, first), names.cast(pa.int32()).take(packed.name_of), packed.values]
-        self._waiting.append((pa.table(places, schema=PLACES), pa.table(values, schema=VALUES)))
-        self._rows += len(packed.places)
-        self._waiting_points += len(packed.values)
+        keys = [(one.run_id, one.segment, one.part) for one in packed.found]
+        parts, new_parts = _number(keys, self._parts)
+        if new_parts:
+            insert("open_parts", to_table(PARTS, [(number, *key) for key, number in new_parts]))
+        shapes, new_shapes = _number(packed.shapes, self._shapes)
+        if new_shapes:
+            names = [(number, *one) for shape, number in new_shapes for one in enumerate(shape, start=1)]
+            insert("open_shapes", to_table(SHAPES, names))
+        columns = [parts.take(packed.part_of), *packed.rows.columns, shapes.take(packed.shape_of), packed.points]
+        self._waiting.append(pa.table(columns, schema=ROWS))
+        self._waiting_points += len(packed.points.values)
         if self._waiting_points >= _INSERT_POINTS:
             self.flush(insert)
 
     def flush(self, insert: Insert) -> None:
         """Hand on what waits."""
         if self._waiting:
-            places, values = zip(*self._waiting, strict=True)
+            rows = pa.concat_tables(self._waiting)
             self._waiting.clear()
             self._waiting_points = 0
-            insert("open_places", pa.concat_tables(places))
-            insert("open_values", pa.concat_tables(values))
+            insert("open_rows", rows)
 
 
-def _number(
-    keys: Sequence[tuple[object, ...]], known: dict[Any, int], table: str, schema: pa.Schema, insert: Insert
-) -> pa.Array:
-    """Return the number of each key; those that are new are handed on."""
+def _number(keys: Sequence[_Key], known: dict[_Key, int]) -> tuple[pa.Array, list[tuple[_Key, int]]]:
+    """Return the number of each key, and the keys that are new with theirs."""
     new = [key for key in dict.fromkeys(keys) if key not in known]
     known.update((key, number) for number, key in enumerate(new, start=len(known)))
-    if new:
-        insert(table, to_table(schema, [(known[key], *key) for key in new]))
-    return to_column([known[key] for key in keys], pa.int64())
+    return to_column([known[key] for key in keys], pa.int64()), [(key, known[key]) for key in new]

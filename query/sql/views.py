@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from llmtrack.query.read.columns import to_table
 from llmtrack.query.read.log import SMALL_TABLES, Log, News
-from llmtrack.query.read.points import NAMES, PARTS, PLACES, VALUES, Packer
+from llmtrack.query.read.points import PARTS, ROWS, SHAPES, Packer
 from llmtrack.writer.errors import UsageError
 from llmtrack.writer.format import EVALS_FOLDER, SCHEMAS, TIME
 
@@ -41,26 +41,20 @@ _DAMAGES: Final = pa.schema(
 _NOW: Final = pa.schema([("time", TIME), ("stalled_before", TIME), ("lost_before", TIME)])
 _HIVE: Final = "hive_partitioning = true, hive_types = {'run_id': VARCHAR, 'segment': BIGINT}"
 DAMAGES: Final = "SELECT run_id, path, first_byte, end_byte, reason FROM damages ORDER BY path, first_byte"
-# Of open parts; a row is gone as soon as its place is.
 _OPEN_POINTS: Final = """
-    SELECT p.run_id, p.segment, r.seq, r.time, r.step, r.tokens, n.name, v.value
-    FROM log.open_values v
-    JOIN log.open_names n ON n.id = v.name_id
-    JOIN log.open_places r ON r.id = v.place_id
+    SELECT p.run_id, p.segment, r.seq, r.time, r.step, r.tokens, n.name, r.points[n.position] AS value
+    FROM log.open_rows r
+    JOIN log.open_shapes n ON n.id = r.shape_id
     JOIN log.open_parts p ON p.id = r.part_id
 """
-_FORGET_PLACES: Final = """
-    DELETE FROM log.open_places r
+_FORGET_ROWS: Final = """
+    DELETE FROM log.open_rows r
     WHERE EXISTS (
         SELECT 1
         FROM log.open_parts p
         JOIN llmtrack_rows k ON k.run_id = p.run_id AND k.segment = p.segment AND coalesce(k.part, p.part) = p.part
         WHERE p.id = r.part_id AND r.seq >= k.seq
     )
-"""
-_FORGET_VALUES: Final = """
-    DELETE FROM log.open_values v
-    WHERE NOT EXISTS (SELECT 1 FROM log.open_places r WHERE r.id = v.place_id)
 """
 _VIEWS_BEGIN: Final = "-- ==== Views"
 _CONFIG: Final[dict[str, str | bool | int | float | list[str]]] = {
@@ -205,10 +199,9 @@ def _fill(con: duckdb.DuckDBPyConnection, state: _State) -> None:
     con.execute("CREATE SCHEMA log")
     for table, schema in (
         *((_table_name(name), pa.schema([*_KEYS, *SCHEMAS[name]])) for name in SMALL_TABLES),
-        ("open_names", NAMES),
         ("open_parts", PARTS),
-        ("open_places", PLACES),
-        ("open_values", VALUES),
+        ("open_shapes", SHAPES),
+        ("open_rows", ROWS),
         ("no_points", _POINTS),
         ("no_evals", _EVALS),
     ):
@@ -254,7 +247,7 @@ def refresh(con: duckdb.DuckDBPyConnection, runs: Collection[str] | None = None)
 def _start_over(con: duckdb.DuckDBPyConnection, state: _State) -> None:
     """Forget all that was read, so that it is read again."""
     state.log, state.packer = state.open_log(), Packer()
-    for table in (*map(_table_name, SMALL_TABLES), "open_names", "open_parts", "open_places", "open_values"):
+    for table in (*map(_table_name, SMALL_TABLES), "open_parts", "open_shapes", "open_rows"):
         con.execute(f"DELETE FROM log.{table}")
 
 
@@ -331,7 +324,7 @@ def _apply(con: duckdb.DuckDBPyConnection, state: _State, news: News) -> None:
     places = con.execute("SELECT DISTINCT before_run, before_segment FROM log.befores").fetchall()
     before = log.sealed_parts(set(places)) if places else None
     parts = (log.sealed_parts(), before) if state.points else ([], None)  # DuckDB opens what it is told of
-    ((has_open,),) = con.execute("SELECT count(*) > 0 FROM log.open_places").fetchall()
+    ((has_open,),) = con.execute("SELECT count(*) > 0 FROM log.open_rows").fetchall()
     files = _Files(*parts, log.eval_files(), has_open)
     if state.files is None:
         _name_files(con, _Files([], None, []))  # each view would look at the 10,000 files once more
@@ -395,8 +388,7 @@ def _forget_points(con: duckdb.DuckDBPyConnection, news: News) -> None:
     keys = [*((*key, None, 0) for key in news.gone), *news.taken_back]
     if keys:
         rows = to_table(pa.schema([*_KEYS, ("part", pa.int64()), ("seq", pa.int64())]), keys)
-        _with_rows(con, rows, _FORGET_PLACES)
-        con.execute(_FORGET_VALUES)
+        _with_rows(con, rows, _FORGET_ROWS)
 
 
 def _with_rows(con: duckdb.DuckDBPyConnection, rows: pa.Table, statement: str) -> None:

@@ -57,11 +57,14 @@ class Reader:
 def unpacked(packed: Packed) -> list[dict[str, Any]]:
     """Return points as rows with everything that belongs to them."""
     rows: list[dict[str, Any]] = []
-    for place, name, value in zip(packed.place_of, packed.name_of, packed.values, strict=True):
-        (coordinates,) = packed.places.slice(place.as_py(), 1).to_pylist()
-        one = packed.found[packed.part_of[place.as_py()].as_py()]
+    whole = zip(
+        packed.rows.to_pylist(), packed.part_of.to_pylist(), packed.shape_of.to_pylist(), packed.points, strict=True
+    )
+    for coordinates, part, shape, values in whole:
+        one = packed.found[part]
         key = {"run_id": one.run_id, "segment": one.segment, "part": one.part}
-        rows.append({**key, **coordinates, "name": packed.names[name.as_py()], "value": value.as_py()})
+        named = zip(packed.shapes[shape], values.as_py(), strict=True)
+        rows += [{**key, **coordinates, "name": name, "value": value} for name, value in named]
     return rows
 
 
