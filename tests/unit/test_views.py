@@ -176,6 +176,37 @@ def test_a_start_is_compared_with_everyone_who_was_there_before(tmp_path: Path) 
     assert ask(tmp_path, "SELECT tokens, segment FROM series('a', 'loss')") == [(10, 1), (20, 1), (30, 3)]
 
 
+def test_a_start_is_compared_from_the_refresh_on_in_which_it_came(tmp_path: Path) -> None:
+    """A connection that had nothing to compare learns to, with and without points in open parts."""
+    query = "SELECT segment, tokens, name FROM history ORDER BY ALL"
+    write_segment(tmp_path, Segment("a", 1, points=loss(10, 20), checkpoints=[20]), sealed=True)
+    with connect(tmp_path) as con:
+        assert con.execute(query).fetchall() == [(1, 10, "loss"), (1, 20, "loss")]
+        again = [*loss(20, 30), *loss(20, name="eval")]
+        folder = write_segment(tmp_path, Segment("a", 2, origin=("a", 1), start=20, points=again))
+        whole = [(1, 10, "loss"), (1, 20, "loss"), (2, 20, "eval"), (2, 30, "loss")]
+        for change in (lambda: None, lambda: seal_part(folder / "metrics-00001.arrows"), lambda: None):
+            change()
+            refresh(con)
+            assert con.execute(query).fetchall() == whole
+
+
+def test_a_part_of_another_program_has_the_types_of_ours(tmp_path: Path) -> None:
+    """Also where it is the only part, with narrower numbers."""
+    write_segment(tmp_path, Segment("a", 1))
+    with connect(tmp_path) as con:
+        ours = con.execute("DESCRIBE metrics").fetchall()
+        columns = {"seq": "INTEGER", "time": "TIMESTAMP", "step": "INTEGER", "tokens": "INTEGER", "name": "VARCHAR"}
+        values = "1, '2025-03-01', 2, 3, 'loss', 0.5"
+        con.execute(f"CREATE TABLE theirs ({', '.join(map(' '.join, columns.items()))}, value FLOAT)")
+        con.execute(f"INSERT INTO theirs VALUES ({values})")
+        con.execute(f"COPY theirs TO '{segment_folder(tmp_path, 'a', 1)}/metrics-00001.parquet' (FORMAT parquet)")
+        refresh(con)
+        assert con.execute("DESCRIBE metrics").fetchall() == ours
+        row = con.execute("SELECT seq, time, step, tokens, name, value FROM metrics").fetchall()
+        assert row == [(1, DAY, 2, 3, "loss", 0.5)]
+
+
 def test_a_restart_from_nothing_supersedes_all_before(tmp_path: Path) -> None:
     """And what was logged at tokens 0 is the new segment's, and settled only once there is a checkpoint."""
     write_segment(tmp_path, Segment("a", 1, points=loss(0, 10)))
