@@ -15,16 +15,48 @@ _STARTS: Final = """
     WHERE run_id = $run AND started AND from_run IS NOT NULL
     ORDER BY segment
 """
-_ALERTS: Final = """
-    SELECT tokens, step, time, metric, level, rule, message, superseded_by
+# Of the run itself, left behind or not, and of those that it was forked from what is on its path: that counts as
+# current, whatever became of it there.
+ALERTS: Final = """
+    SELECT *, CAST(NULL AS VARCHAR) AS source_run
     FROM alerts
-    WHERE run_id = $run AND phase = 'raised'
+    WHERE run_id = $run
+    UNION ALL BY NAME
+    SELECT a.*, CAST(NULL AS BIGINT) AS superseded_by, a.tokens <= h.settled_to AS settled, a.run_id AS source_run
+    FROM log.alerts a
+    JOIN log.spans h ON h.source_run = a.run_id AND h.segment = a.segment AND a.tokens > h.lo AND a.tokens <= h.hi
+    WHERE h.run_id = $run AND h.source_run <> $run
+"""
+CHECKPOINTS: Final = """
+    SELECT *, CAST(NULL AS VARCHAR) AS source_run
+    FROM checkpoints
+    WHERE run_id = $run
+    UNION ALL BY NAME
+    SELECT c.*, CAST(NULL AS BIGINT) AS superseded_by, c.tokens <= h.settled_to AS settled, c.run_id AS source_run
+    FROM log.checkpoints c
+    JOIN log.spans h ON h.source_run = c.run_id AND h.segment = c.segment AND c.tokens > h.lo AND c.tokens <= h.hi
+    WHERE h.run_id = $run AND h.source_run <> $run
+"""
+EVALS: Final = """
+    SELECT *, CAST(NULL AS VARCHAR) AS source_run
+    FROM evals
+    WHERE run_id = $run AND matched
+    UNION ALL BY NAME
+    SELECT e.* EXCLUDE (superseded_by), CAST(NULL AS BIGINT) AS superseded_by, e.run_id AS source_run
+    FROM evals e
+    JOIN log.spans h ON h.source_run = e.run_id AND h.segment = e.segment AND e.tokens > h.lo AND e.tokens <= h.hi
+    WHERE h.run_id = $run AND h.source_run <> $run AND e.matched
+"""
+_ALERTS: Final = f"""
+    SELECT tokens, step, time, metric, level, rule, message, superseded_by, source_run
+    FROM ({ALERTS}) a
+    WHERE phase = 'raised'
     ORDER BY time, seq
 """
-_EVALS: Final = """
-    SELECT c.tokens, c.step, c.time, c.ckpt_id, c.superseded_by
-    FROM checkpoints c
-    WHERE c.run_id = $run AND EXISTS (SELECT 1 FROM evals e WHERE e.run_id = c.run_id AND e.ckpt_id = c.ckpt_id)
+_EVALS: Final = f"""
+    SELECT c.tokens, c.step, c.time, c.ckpt_id, c.superseded_by, c.source_run
+    FROM ({CHECKPOINTS}) c
+    WHERE EXISTS (SELECT 1 FROM evals e WHERE e.run_id = c.run_id AND e.ckpt_id = c.ckpt_id)
     ORDER BY c.tokens, c.segment
 """
 _FORKS: Final = """
@@ -79,8 +111,8 @@ class Marks:
 
     Attributes:
         starts: Number and place of each segment that starts from somewhere, and the run it starts from.
-        alerts: Those raised.
-        evals: The checkpoints that were evaluated.
+        alerts: Those raised, `source_run` being the one it was forked from where that raised it.
+        evals: The checkpoints that were evaluated, those of the runs that it was forked from included.
         forks: Runs that start from this one.
         gaps: Points of its curve, or left behind by it, that could not be kept: by whom, from and to which tokens.
         holes: The same of rows whose bytes are damaged: between which tokens they stood.

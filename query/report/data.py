@@ -14,7 +14,7 @@ import duckdb
 
 from llmtrack.query.draw import curves
 from llmtrack.query.draw.curves import Line
-from llmtrack.query.draw.marks import read_losses
+from llmtrack.query.draw.marks import ALERTS, CHECKPOINTS, EVALS, fetch, read_losses
 from llmtrack.query.runs.describe import RunDescription, describe_run
 
 from .differences import Change, Flat, changes, settings
@@ -37,10 +37,10 @@ _LAST: Final = """
     WHERE run_id = ? AND name IN (?, ?) AND NOT isnan(value)
     GROUP BY name
 """
-_ALERTS: Final = """
+_ALERTS: Final = f"""
     SELECT r.*, c.tokens AS cleared_tokens,
            coalesce(r.batch_ids, b.batch_ids) AS ids, coalesce(r.batch_hash, b.batch_hash) AS hash
-    FROM alerts r
+    FROM ({ALERTS}) r
     LEFT JOIN (
         SELECT run_id, segment, alert_id, min(tokens) AS tokens
         FROM alerts
@@ -52,22 +52,27 @@ _ALERTS: Final = """
         FROM batches
         GROUP BY run_id, segment, step
     ) b ON b.run_id = r.run_id AND b.segment = r.segment AND b.step = r.step
-    WHERE r.run_id = ? AND r.phase = 'raised'
+    WHERE r.phase = 'raised'
     ORDER BY r.time, r.seq
 """
-_EVALS: Final = """
+_EVALS: Final = f"""
     SELECT e.run_id, e.segment, e.task, e.metric, e.value, e.stderr, e.tokens, e.step, e.time, e.ckpt_id,
-           e.superseded_by, e.harness, e.harness_version, e.details, p.path
-    FROM evals e
+           e.superseded_by, e.harness, e.harness_version, e.details, e.source_run, p.path
+    FROM ({EVALS}) e
     LEFT JOIN (SELECT ckpt_id, run_id, max(path) AS path FROM checkpoints GROUP BY ckpt_id, run_id) p
            ON p.ckpt_id = e.ckpt_id AND p.run_id = e.run_id
-    WHERE e.run_id = ? AND e.matched
     ORDER BY e.task, e.metric, e.tokens, e.time, e.seq
 """
-_CHECKPOINTS: Final = """
-    SELECT segment, tokens, step, time, ckpt_id, path, bytes, superseded_by
-    FROM checkpoints
-    WHERE run_id = ? AND superseded_by IS NULL
+_UNMATCHED: Final = """
+    SELECT run_id, task, metric, value, stderr, tokens, step, ckpt_id, harness, harness_version, NULL AS path
+    FROM evals
+    WHERE NOT matched AND (run_id IS NULL OR list_contains($runs, run_id))
+    ORDER BY run_id NULLS LAST, ckpt_id, task, metric, time, seq
+"""
+_CHECKPOINTS: Final = f"""
+    SELECT segment, tokens, step, time, ckpt_id, path, bytes, superseded_by, source_run
+    FROM ({CHECKPOINTS}) c
+    WHERE superseded_by IS NULL
     ORDER BY tokens
 """
 Row = dict[str, Any]
@@ -81,7 +86,8 @@ class RunData:
         described: The run, its segments, and what happened to each.
         lines: Its curves, thinned out.
         last: The last value of the headline metric and of the throughput, by name.
-        alerts: Those raised, with the batches they were raised on.
+        alerts: Those raised, with the batches they were raised on; here and in the next two `source_run` is the run
+            that it was forked from and that has the record, or None.
         evals: Evaluations of its checkpoints.
         checkpoints: Those on its path.
         gaps: Points of its curve that could not be kept, those of the runs it was forked from included.
@@ -122,6 +128,7 @@ class ReportData:
         runs: In the order in which they were named.
         metrics: Names of the metrics, the headline first.
         left_out: How many metrics there are beside these.
+        unmatched: Evaluations of checkpoints that no run has recorded, those included that name no run.
         damages: What cannot be read, of these runs and of those they were forked from.
         points: How many points of these metrics the log has.
     """
@@ -130,6 +137,7 @@ class ReportData:
     runs: list[RunData]
     metrics: list[str]
     left_out: int
+    unmatched: list[Row]
     damages: list[Row]
     points: int
 
@@ -174,15 +182,9 @@ def read_report(
         _read_records(con, run, shown[0] if shown else HEADLINE)
     return ReportData(
         root, runs, shown, len(names) - len(shown),
-        rows(con, "SELECT * FROM damages ORDER BY path, first_byte"), sum(counts.values()),
+        fetch(all_runs, _UNMATCHED, runs=list(run_ids)),  # a run that is not in the report may have recorded it
+        fetch(con, "SELECT * FROM damages ORDER BY path, first_byte"), sum(counts.values()),
     )  # fmt: skip
-
-
-def rows(con: duckdb.DuckDBPyConnection, query: str, *parameters: object) -> list[Row]:
-    """Return the rows of a query by the names of their columns."""
-    cursor = con.execute(query, list(parameters))
-    columns = [column[0] for column in cursor.description or ()]
-    return [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
 
 
 def is_lower_better(row: Row) -> bool:
@@ -212,9 +214,9 @@ def _headline_first(names: Sequence[str]) -> list[str]:
 
 def _read_records(con: duckdb.DuckDBPyConnection, run: RunData, headline: str) -> None:
     run.last = dict(con.execute(_LAST, [run.run_id, headline, THROUGHPUT]).fetchall())
-    run.alerts = rows(con, _ALERTS, run.run_id)
-    run.evals = rows(con, _EVALS, run.run_id)
-    run.checkpoints = rows(con, _CHECKPOINTS, run.run_id)
+    run.alerts = fetch(con, _ALERTS, run=run.run_id)
+    run.evals = fetch(con, _EVALS, run=run.run_id)
+    run.checkpoints = fetch(con, _CHECKPOINTS, run=run.run_id)
     run.gaps, run.holes = read_losses(con, run.run_id)
     before: tuple[str, Flat] | None = None
     for segment in run.described.segments:
@@ -224,7 +226,12 @@ def _read_records(con: duckdb.DuckDBPyConnection, run: RunData, headline: str) -
         name = f"segment {segment['segment']}"
         origin = (segment["from_run"], segment["from_segment"])
         if segment["from_run"] not in (None, run.run_id):
-            parent = rows(con, "SELECT * FROM segments WHERE run_id = ? AND segment = ?", *origin)
+            parent = fetch(
+                con,
+                "SELECT * FROM segments WHERE run_id = $run AND segment = $segment",
+                run=origin[0],
+                segment=origin[1],
+            )
             before = (f"{origin[0]}, segment {origin[1]}", settings(parent[0])) if parent else None
         if before is not None and (changed := changes(before[1], now)):
             run.steps.append((f"{before[0]} → {name}", changed))

@@ -11,7 +11,7 @@ from llmtrack.query.text import layout
 from .data import THROUGHPUT, ReportData, Row, RunData
 from .html import Html, table, text
 from .pack import best_of, eval_names
-from .parts import badge, gpu_hours, hours, number, token_count
+from .parts import badge, gpu_hours, hours, number, own_alerts, token_count
 
 
 def head(report: ReportData, now: dt.datetime) -> Html:
@@ -57,10 +57,11 @@ def _tiles(report: ReportData, run: RunData) -> Html:
         )
     restarts = max(len(run.described.segments) - 1, 0)
     tiles.append(("Segments", text(len(run.described.segments)), f"{restarts} restart{'' if restarts == 1 else 's'}"))
-    raised = sum(one["superseded_by"] is None for one in run.alerts)
-    tiles.append(
-        ("Alerts", text(raised), f"and {len(run.alerts) - raised} superseded" if len(run.alerts) > raised else "")
-    )
+    raised = own_alerts(run)
+    left = sum(one["superseded_by"] is not None for one in run.alerts)
+    before = len(run.alerts) - left - raised
+    more = [f"{left} superseded" if left else "", f"{before} before the fork" if before else ""]
+    tiles.append(("Alerts", text(raised), " ".join(f"and {one}" for one in more if one)))
     for task, metric in eval_names(report)[:1]:
         best = best_of(row for row in run.evals if (row["task"] or "", row["metric"] or "") == (task, metric))
         if best:
@@ -96,7 +97,7 @@ def _run_table(report: ReportData) -> Html:
                 len(run.described.segments),
                 hours(total) if total else "",
                 f"{lost / total:.1%}" if total else "",
-                sum(one["superseded_by"] is None for one in run.alerts),
+                own_alerts(run),
                 fork,
                 row.get("run_name") or "",
             ]

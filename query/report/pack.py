@@ -80,7 +80,7 @@ def _run(run: RunData, runs: int) -> dict[str, Any]:
         "first_time": min(begins, default=0),
         "extent": _extent(points),
         "borders": [_border(row, run) for row in run.described.segments if row["started"]][: ROWS * 2],
-        "alerts": [_alert(row) for row in run.alerts[: max(20, ROWS // runs)]],
+        "alerts": [_alert(row) for row in _own_first(run.alerts)[: max(20, ROWS // runs)]],
         "gaps": _gaps(run),
         "checkpoints": [_saved(row) for row in _spread(run.checkpoints, max(50, _MARKS // runs))],
     }  # fmt: skip
@@ -88,7 +88,7 @@ def _run(run: RunData, runs: int) -> dict[str, Any]:
 
 def _saved(row: Row) -> dict[str, Any]:
     place = {"tokens": row["tokens"], "step": row["step"], "time": ms(row["time"])}
-    return {**place, "text": f"checkpoint {clipped(row['ckpt_id'], 80)}"}
+    return {**place, "from": row["source_run"], "text": f"checkpoint {clipped(row['ckpt_id'], 80)}"}
 
 
 def _extent(points: Sequence[Point]) -> dict[str, list[int]] | None:
@@ -129,7 +129,7 @@ def _alert(row: Row) -> dict[str, Any]:
         more = f" and {len(ids) - _SHOWN_IDS:,} more" if len(ids) > _SHOWN_IDS else ""
         text += f" · batches {', '.join(clipped(one, 60) for one in ids[:_SHOWN_IDS])}{more}"
     place = {"tokens": row["tokens"], "step": row["step"], "time": ms(row["time"])}
-    return {**place, "metric": row["metric"], "by": row["superseded_by"], "text": text}
+    return {**place, "from": row["source_run"], "metric": row["metric"], "by": row["superseded_by"], "text": text}
 
 
 def _gaps(run: RunData) -> list[dict[str, Any]]:
@@ -219,13 +219,22 @@ def _evals(report: ReportData, task: str, metric: str) -> dict[str, Any]:
                     "time": _differences([ms(row["time"]) for row in some]),
                     "value": [_number(row["value"]) for row in some],
                     "settled": len(some),
-                    "pieces": [[1, run.run_id, row["segment"]] for row in some],
+                    "pieces": [[1, row["run_id"], row["segment"]] for row in some],
                     "stretches": None,
                     "count": len(some),
-                    "label": [_label(row, is_best=row is best) for row in some],
+                    "label": [_label(row, is_best=best is not None and _same(row, best)) for row in some],
                 }
             )
     return {"name": clipped(name), "kind": "eval", "lines": lines}
+
+
+def _same(row: Row, other: Row) -> bool:
+    """Return whether two rows are one evaluation, which a run has from the one that it was forked from."""
+    return all(row[key] == other[key] for key in ("run_id", "ckpt_id", "value", "time", "harness", "details"))
+
+
+def _own_first(found: Sequence[Row]) -> list[Row]:
+    return sorted(found, key=lambda row: row["source_run"] is not None)
 
 
 def _label(row: Row, *, is_best: bool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 // The page: unpacks the data, and keeps all charts at one axis, one zoom and one theme.
 
 const NEAR_WINDOW = "600px"; // charts this close to the window are drawn
+const FEW_PANELS = 24; // so many are all drawn at once, and stay: a picture of the whole page has them
 
 class Page {
   constructor(data) {
@@ -160,19 +161,20 @@ class Page {
   // Window, theme, paper
 
   watch() {
+    const isFew = this.panels.length <= FEW_PANELS;
     const seen = new IntersectionObserver(
       (changes) => {
         for (const change of changes) {
           const panel = this.panels[Number(change.target.dataset.panel)];
           if (change.isIntersecting && !panel.chart) panel.build();
-          else if (!change.isIntersecting && panel.chart && !this.isPrinting) panel.destroy();
+          else if (!change.isIntersecting && panel.chart && !isFew && !this.isPrinting) panel.destroy();
         }
         document.body.dataset.ready = "yes";
       },
       { rootMargin: NEAR_WINDOW },
     );
     // What the window shows at first is drawn at once: a picture may be taken before the observer is asked.
-    const first = this.panels.filter((panel) => panel.figure.getBoundingClientRect().top < window.innerHeight);
+    const first = this.panels.filter((panel) => isFew || panel.figure.getBoundingClientRect().top < window.innerHeight);
     first.forEach((panel) => panel.build());
     this.panels.forEach((panel) => seen.observe(panel.figure));
     if (!this.panels.length) document.body.dataset.ready = "yes";
@@ -215,16 +217,14 @@ function makeColours() {
   };
 }
 
-async function unpack(text) {
-  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).json();
+function unpack(text) {
+  return JSON.parse(new TextDecoder().decode(gunzip(Uint8Array.from(atob(text), (character) => character.charCodeAt(0)))));
 }
 
-async function main() {
+function main() {
   const told = document.getElementById("told") ?? document.createElement("p"); // a run without points has no charts
   try {
-    window.report = new Page(await unpack(document.getElementById("data").textContent));
+    window.report = new Page(unpack(document.getElementById("data").textContent));
     told.hidden = true;
   } catch (error) {
     told.textContent = `The charts could not be drawn (${error.message}); the tables below are complete. Charts need a browser of 2023 or later.`;

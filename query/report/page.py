@@ -15,7 +15,7 @@ from .html import Html, attribute, join, own, text
 from .pack import pack
 from .tables import alerts, between_runs, changes, evaluations, lost, segments, settings
 
-_SCRIPTS: Final = ("uplot/uPlot.iife.min.js", "series.js", "panel.js", "page.js")
+_SCRIPTS: Final = ("uplot/uPlot.iife.min.js", "gunzip.js", "series.js", "panel.js", "page.js")
 _STYLES: Final = ("uplot/uPlot.min.css", "style.css")
 
 

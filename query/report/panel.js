@@ -7,6 +7,7 @@ const CLOSE_PX = 4; // borders of segments nearer to each other than this are dr
 const SPIKE_PX = 4;
 const MOST_POINTS = 2000; // that are looked at under the pointer
 const SHOWN_LINES = 8;
+const SHOWN_MARKS = 4; // more would lie over the curve that they are marks of
 const LINE_WIDTH = 1.6;
 const CLIPPED_PART = 0.005; // of the values, at either end, that "clip spikes" leaves outside
 
@@ -129,10 +130,14 @@ class Panel {
     return entries.sort((a, b) => (a.line.by === null) - (b.line.by === null) || a.isRaw < b.isRaw);
   }
 
+  shownBeside(own) {
+    const { runs, state } = this.page;
+    return new Set(runs.filter((_, index) => index !== own && !state.hidden.has(index)).map((run) => run.id));
+  }
+
   // What a run took over from one that is shown itself is drawn once, but for the point that the two have in common.
   ownPoints(line) {
-    const { runs, state } = this.page;
-    const shown = new Set(runs.filter((_, index) => index !== line.run && !state.hidden.has(index)).map((run) => run.id));
+    const shown = this.shownBeside(line.run);
     let first = 0;
     for (const [points, source] of line.pieces) {
       if (!shown.has(source)) break;
@@ -255,12 +260,13 @@ class Panel {
     const marks = { borders: [], alerts: [], bands: [], checkpoints: [], odd: [], best: [], left: [] };
     runs.forEach((run, index) => {
       if (state.hidden.has(index)) return;
+      const shown = this.shownBeside(index); // what such a run has is marked as its own
       const lines = this.lines.filter((line) => line.run === index);
       const x = (mark) => (state.axis === "elapsed" ? (mark.time - run.first_time) / HOUR_MS : mark[state.axis]);
       if (state.segments) run.borders.forEach((border) => marks.borders.push({ x: x(border), text: border.text, flag: border.flag }));
       if (state.alerts) {
         for (const alert of run.alerts) {
-          if (alert.by !== null && !state.superseded) continue;
+          if ((alert.by !== null && !state.superseded) || shown.has(alert.from)) continue;
           marks.alerts.push({ x: x(alert), text: alert.text, isOwn: alert.metric === this.spec.name, isPale: alert.by !== null });
         }
       }
@@ -269,7 +275,9 @@ class Panel {
         const ends = [gap.first, gap.last].map((tokens) => placeOfTokens(own.length ? own : lines, tokens, state.axis, run));
         if (ends[0] !== null) marks.bands.push({ first: ends[0], last: ends[1], text: gap.text, isDamage: gap.damage });
       }
-      if (state.checkpoints) run.checkpoints.forEach((saved) => marks.checkpoints.push({ x: x(saved), text: saved.text }));
+      if (state.checkpoints) {
+        for (const saved of run.checkpoints) if (!shown.has(saved.from)) marks.checkpoints.push({ x: x(saved), text: saved.text });
+      }
     });
     marks.borders.sort((a, b) => a.x - b.x);
     for (const entry of this.entries) {
@@ -358,11 +366,9 @@ class Panel {
     const found = this.near(x, left, top);
     const marks = this.marksNear(left);
     if (!found.length && !marks.length) return this.hideTip();
-    this.tip.replaceChildren(
-      ...marks,
-      ...found.slice(0, SHOWN_LINES).map((one) => this.describe(one)),
-    );
+    this.tip.replaceChildren(...found.slice(0, SHOWN_LINES).map((one) => this.describe(one)));
     if (found.length > SHOWN_LINES) this.tip.append(element("div", "more", `${found.length - SHOWN_LINES} more curves`));
+    this.tip.append(...marks); // below what was asked for: the value
     this.tip.hidden = false;
     const over = this.chart.over;
     const room = over.clientWidth - left;
@@ -440,14 +446,16 @@ class Panel {
       const ends = [band.first, band.last].map((x) => this.chart.valToPos(x, "x"));
       return left >= ends[0] - MARK_PX && left <= ends[1] + MARK_PX;
     };
-    return [
-      ...this.marked.alerts.filter((mark) => is(mark.x)),
+    const alerts = this.marked.alerts.filter((mark) => is(mark.x)).sort((a, b) => b.isOwn - a.isOwn);
+    const marks = [
+      ...alerts,
       ...this.marked.borders.filter((mark) => is(mark.x)),
       ...this.marked.bands.filter(inside),
       ...this.marked.checkpoints.filter((mark) => is(mark.x)),
-    ]
-      .slice(0, SHOWN_LINES)
-      .map((mark) => element("div", this.marked.alerts.includes(mark) ? "mark bad" : "mark", mark.text));
+    ];
+    const shown = marks.slice(0, SHOWN_MARKS).map((mark) => element("div", alerts.includes(mark) ? "mark bad" : "mark", mark.text));
+    if (marks.length > SHOWN_MARKS) shown.push(element("div", "more", `${marks.length - SHOWN_MARKS} more marks`));
+    return shown;
   }
 
   // Show where the pointer is in another chart.
@@ -533,7 +541,7 @@ class Panel {
     const top = y === null ? 10 : this.chart.valToPos(y, "y");
     this.chart.setCursor({ left, top }, false);
     const said = this.describe({ entry, place: this.at[1] });
-    this.tip.replaceChildren(...this.marksNear(left), said);
+    this.tip.replaceChildren(said, ...this.marksNear(left));
     this.tip.hidden = false;
     this.tip.style.left = `${Math.max(0, Math.min(left + 76, this.frame.clientWidth - this.tip.offsetWidth))}px`;
     this.tip.style.top = `${Math.max(4, top - 20)}px`;

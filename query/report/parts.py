@@ -16,11 +16,19 @@ _KNOWN: Final = frozenset(
     "running stalled finished preempted failed lost abandoned warn warning error critical info".split()  # noqa: SIM905
 ) | {"no end"}
 
+_IN_ONE_PIECE: Final = 44  # characters: of an id of a checkpoint, not of a path
+_LEAST_HOURS: Final = 0.01  # that are told apart
+
 
 def gpu_hours(run: RunData) -> tuple[float, float]:
     """Return the GPU hours of all segments of a run, and those of tokens that were trained again."""
     segments = run.described.segments
     return sum(row["gpu_hours"] or 0 for row in segments), sum(row["gpu_hours_lost"] or 0 for row in segments)
+
+
+def own_alerts(run: RunData) -> int:
+    """Return how many alerts a run raised itself that no restart left behind."""
+    return sum(row["superseded_by"] is None and row["source_run"] is None for row in run.alerts)
 
 
 def listed(
@@ -39,8 +47,16 @@ def badge(status: object, title: object = None) -> Html:
     return Html(f'<span class="badge {kind}"{about}>{text(status, long=40)}</span>')
 
 
+def name(value: object) -> Html:
+    """Return a name or an id, in one piece where it is not too long: a hyphen in it is no place to break it."""
+    whole = text(value, long=80)
+    return Html(f'<span class="name-of">{whole}</span>') if len(str(value)) <= _IN_ONE_PIECE else whole
+
+
 def hours(count: float) -> str:
     """Return a number of hours in about four digits."""
+    if 0 < count < _LEAST_HOURS:
+        return f"< {_LEAST_HOURS}"
     return f"{count:,.0f}" if count >= 1000 else f"{count:,.4g}"  # noqa: PLR2004 - four digits
 
 

@@ -11,7 +11,7 @@ from .data import ROWS, SEGMENTS, SETTINGS, ReportData, Row, RunData, error_text
 from .differences import differing
 from .html import Html, join, text
 from .pack import best_of, eval_names
-from .parts import as_json, badge, gpu_hours, hours, listed, number, token_count
+from .parts import as_json, badge, gpu_hours, hours, listed, name, number, token_count
 
 _BATCH_IDS: Final = 12
 
@@ -35,8 +35,8 @@ def segments(report: ReportData) -> Html:
     if children:
         forks = [
             [
-                run.run_id,
-                child["run_id"],
+                name(run.run_id),
+                name(child["run_id"]),
                 token_count(child["fork_tokens"]),
                 child["fork_reason"],
                 badge(child["status"]),
@@ -50,7 +50,7 @@ def segments(report: ReportData) -> Html:
 
 def _segment_cells(run: RunData, row: Row, *, several: bool) -> Iterator[object]:
     if several:
-        yield run.run_id
+        yield name(run.run_id)
     yield row["segment"]
     if not row["started"]:
         yield from ["its start cannot be read", *[""] * 12]
@@ -78,7 +78,9 @@ def _segment_cells(run: RunData, row: Row, *, several: bool) -> Iterator[object]
 
 def alerts(report: ReportData) -> Html:
     """Return the alerts with the batches that they were raised on."""
-    raised = [(index, run, row) for index, run in enumerate(report.runs) for row in run.alerts]
+    raised = [
+        (index, run, row) for index, run in enumerate(report.runs) for row in run.alerts if _is_first(report, row)
+    ]
     if not raised:
         return Html("")
     several = len(report.runs) > 1
@@ -92,17 +94,18 @@ def alerts(report: ReportData) -> Html:
         state = "" if row["superseded_by"] is None else f"superseded by segment {row['superseded_by']}"
         if row["cleared_tokens"] is not None:
             state = "; ".join(filter(None, (state, f"cleared at {layout.tokens(row['cleared_tokens'])}")))
-        cells: list[object] = [at, f"{row['step']:,}", layout.moment(row["time"]), row["segment"]]
+        origin = "" if row["source_run"] is None else f"{row['source_run']}, "
+        cells: list[object] = [at, f"{row['step']:,}", layout.moment(row["time"]), f"{origin}{row['segment']}"]
         cells += [
             badge(row["level"] or "alert"),
-            row["rule"],
-            row["metric"],
+            name(row["rule"] or ""),
+            name(row["metric"] or ""),
             number(row["value"]),
             row["message"],
             _batches(row),
             state,
         ]
-        rows.append([run.run_id, *cells] if several else cells)
+        rows.append([name(run.run_id), *cells] if several else cells)
     heads = [
         "Tokens",
         "Step",
@@ -127,11 +130,16 @@ def alerts(report: ReportData) -> Html:
     )
 
 
+def _is_first(report: ReportData, row: Row) -> bool:
+    """Return whether a record is not among those of another run of the report, which this one was forked from."""
+    return row["source_run"] not in {run.run_id for run in report.runs}
+
+
 def _batches(row: Row) -> Html:
     ids: Sequence[str] = row["ids"] or []
     if not ids:
-        return text(row["hash"] or "", long=60)
-    shown = ", ".join(text(one, long=80) for one in ids[:_BATCH_IDS])
+        return name(row["hash"] or "")
+    shown = ", ".join(name(one) for one in ids[:_BATCH_IDS])
     more = f" and {len(ids) - _BATCH_IDS:,} more" if len(ids) > _BATCH_IDS else ""
     return Html(f"{shown}{more}")
 
@@ -139,26 +147,30 @@ def _batches(row: Row) -> Html:
 def evaluations(report: ReportData) -> Html:
     """Return the best checkpoint by each evaluation, and all evaluations."""
     names = eval_names(report)
-    if not names:
+    if not (names or report.unmatched):
         return Html("")
     best = [
         best_of(row for run in report.runs for row in run.evals if (row["task"] or "", row["metric"] or "") == key)
         for key in names
     ]
     found = [row for row in best if row is not None]
-    everything = [row for run in report.runs for row in run.evals]
+    everything = [row for run in report.runs for row in run.evals if _is_first(report, row)]
     heads = ["Evaluation", "Value", "± stderr", "Run", "Tokens", "Step", "Checkpoint", "Path", "Harness"]
-    parts = [
-        "<h2>Evaluations</h2>",
-        "<h3>Best checkpoint by each</h3>",
-        listed(heads, [_eval_cells(row) for row in found], numbers=(1, 2, 4, 5)),
-    ]
+    parts = ["<h2>Evaluations</h2>"]
+    if found:
+        best_rows = [_eval_cells(row) for row in found]
+        parts += ["<h3>Best checkpoint by each</h3>", listed(heads, best_rows, numbers=(1, 2, 4, 5))]
     rows = [
         [*_eval_cells(row), "" if row["superseded_by"] is None else f"superseded by segment {row['superseded_by']}"]
         for row in everything
     ]
-    every = listed([*heads, "State"], rows[:ROWS], numbers=(1, 2, 4, 5), count=len(rows))
-    parts.append(f"<details><summary>All {len(everything):,}</summary>{every}</details>")
+    if rows:
+        every = listed([*heads, "State"], rows[:ROWS], numbers=(1, 2, 4, 5), count=len(rows))
+        parts.append(f"<details><summary>All {len(everything):,}</summary>{every}</details>")
+    if strays := [_eval_cells(row) for row in report.unmatched]:
+        parts.append("<h3>Of checkpoints that no run has recorded</h3>")
+        parts.append("<p>They are on no curve until a run of this root records the checkpoint with that id.</p>")
+        parts.append(listed(heads, strays[:ROWS], numbers=(1, 2, 4, 5), count=len(strays)))
     return join(["<section>", *parts, "</section>"])
 
 
@@ -167,10 +179,10 @@ def _eval_cells(row: Row) -> list[object]:
         f"{row['task'] or ''}/{row['metric'] or ''}",
         number(row["value"]),
         "" if row["stderr"] is None else f"{row['stderr']:.2g}",
-        row["run_id"],
+        name(row["run_id"] or ""),
         token_count(row["tokens"]),
         "" if row["step"] is None else f"{row['step']:,}",
-        text(row["ckpt_id"], long=60),
+        name(row["ckpt_id"]),
         row["path"] or "",
         " ".join(filter(None, (row["harness"], row["harness_version"]))),
     ]
@@ -254,7 +266,7 @@ def lost(report: ReportData) -> Html:
 
 
 def _stretch(row: Row) -> list[object]:
-    return [row["run_id"], row["segment"], token_count(row["first_tokens"]), token_count(row["last_tokens"])]
+    return [name(row["run_id"]), row["segment"], token_count(row["first_tokens"]), token_count(row["last_tokens"])]
 
 
 def _once(rows: Iterable[Row]) -> list[Row]:

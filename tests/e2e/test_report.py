@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import math
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 
 from llmtrack import open_run, query
+from llmtrack.query import report
 from llmtrack.query.report import Written, write_report
 from tests import browser as browsers
 from tests.browser import Browser
@@ -313,6 +317,101 @@ def test_it_has_a_light_and_a_dark_theme_and_fits_a_phone(opened: Open, odd: Pat
     assert browser.run("report.panels.every(panel => panel.chart !== null)"), "paper has all charts"
     browser.run("window.dispatchEvent(new Event('afterprint'))")
     assert browser.errors == []
+
+
+def test_everything_is_drawn_by_the_time_the_page_has_loaded(opened: Open, browser: Browser, odd: Path) -> None:
+    """Whoever takes a picture or a print then, of the whole page too, has all curves in it."""
+    seen = "[...document.querySelectorAll('canvas')].map(one => new Uint32Array("
+    seen += "one.getContext('2d').getImageData(0, 0, one.width, one.height).data.buffer).filter(pixel => pixel).length)"
+    listen = f"addEventListener('load', () => {{ window.atLoad = {seen}; }});"
+    added = browser.call("Page.addScriptToEvaluateOnNewDocument", source=listen)
+    try:
+        opened(odd, "pretrain-7b")
+    finally:
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])
+    coloured = browser.run("atLoad")
+    assert len(coloured) == browser.run("report.panels.length") == 7
+    assert min(coloured) > 1000
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    try:
+        browser.run("window.dispatchEvent(new Event('beforeprint'))")
+        assert min(browser.run(seen)) > 1000
+        browser.run("window.dispatchEvent(new Event('afterprint'))")
+    finally:
+        browser.call("Emulation.setEmulatedMedia", media="")
+
+
+@pytest.mark.parametrize("level", [0, 1, 9])
+@pytest.mark.parametrize("kind", ["nothing", "one", "same", "noise", "numbers"])
+def test_what_was_packed_is_unpacked(browser: Browser, tmp_path: Path, kind: str, level: int) -> None:
+    """Blocks that are stored, with the fixed code and with their own; damage is an error, and no endless loop."""
+    chance = random.Random(5)
+    content = {
+        "nothing": b"",
+        "one": b"x",
+        "same": b"-" * 70_000,
+        "noise": chance.randbytes(70_000),
+        "numbers": json.dumps([chance.gauss(0, 1) for _ in range(10_000)]).encode(),
+    }[kind]
+    script = (Path(report.__file__).parent / "gunzip.js").read_text(encoding="utf-8")
+    page = tmp_path / "page.html"
+    page.write_text(f"<script>{script}; window.gunzip = gunzip;</script>", encoding="utf-8")
+    browser.open(page)
+    packed = gzip.compress(content, level, mtime=0)
+
+    def unpacked(data: bytes) -> bytes:
+        bytes_ = f"Uint8Array.from(atob('{base64.b64encode(data).decode()}'), one => one.charCodeAt(0))"
+        text = f"Array.from(gunzip({bytes_}), one => String.fromCharCode(one)).join('')"
+        return base64.b64decode(browser.run(f"(() => {{ try {{ return btoa({text}); }} catch {{ return ''; }} }})()"))
+
+    assert unpacked(packed) == content
+    assert unpacked(packed[:-4] + (len(content) + 1).to_bytes(4, "little")) == b"", "another length than there is"
+    assert unpacked(packed[: len(packed) // 2]) == b""
+
+
+def test_a_fork_is_marked_with_what_its_parent_had_on_the_stretch(opened: Open, odd: Path) -> None:
+    """Alerts, checkpoints and evaluations stand where the curve does: once, whichever of the two runs is shown."""
+    browser = opened(odd, "pretrain-7b-recipe-1")
+    forked = 1000 * TOKENS_PER_STEP
+    alerts = "report.panels[0].marks().alerts.map(alert => alert.x)"
+    assert browser.run(alerts) == [800 * TOKENS_PER_STEP, 900 * TOKENS_PER_STEP]
+    saved = browser.run("report.panels[0].marks().checkpoints.map(saved => saved.x)")
+    assert [x // (100 * TOKENS_PER_STEP) for x in saved] == list(range(1, 15))
+    evaluated = "report.panels.find(panel => panel.spec.name === 'hellaswag/acc').entries[0].xs"
+    assert browser.run(evaluated) == [600 * TOKENS_PER_STEP, forked]
+    both = opened(odd, "pretrain-7b", "pretrain-7b-recipe-1")
+    assert both.run(alerts) == [800 * TOKENS_PER_STEP, 900 * TOKENS_PER_STEP]
+    both.run("document.querySelector('[data-run=\"0\"]').click()")
+    assert both.run(alerts) == [800 * TOKENS_PER_STEP, 900 * TOKENS_PER_STEP], "the child's, when it is alone"
+    assert both.errors == []
+
+
+def test_a_value_comes_before_what_is_marked_there(opened: Open, tmp_path: Path) -> None:
+    """However many alerts there are at one place: they are counted, and do not hide the curve."""
+    with open_run(tmp_path, run_id="a", alerts=None) as run:
+        for step in range(1, 100):
+            run.log({"train/loss": 2.0, "train/grad_norm": 1.0}, step=step, tokens=step)
+        for number in range(9):
+            metric = "train/loss" if number == 8 else "train/grad_norm"
+            run.alert(f"rule{number}", "a long story " * 20, step=50, tokens=50, metric=metric)
+    browser = opened(tmp_path, "a")
+    first, *marks = tip(browser, 50, 2.0).split("warn: ")
+    assert first.startswith("2\n50 tokens")
+    assert [mark.partition(":")[0] for mark in marks] == ["rule8", "rule0", "rule1", "rule2"], "its own metric's first"
+    assert "5 more marks" in marks[-1]
+    height = "report.panels[0].tip.offsetHeight"
+    assert browser.run(height) < browser.run(f"{_CHART}.over.clientHeight")
+
+
+def test_words_in_tables_are_whole_in_a_narrow_window(opened: Open, odd: Path) -> None:
+    """A table that is too wide scrolls; a name that is cut into letters cannot be read or copied."""
+    browser = opened(odd, "pretrain-7b", "pretrain-7b-recipe-1", width=375, height=800)
+    heights = browser.run(
+        "['web-000901', 'spike', 'pretrain-7b-3-1500'].map(name => [...document.querySelectorAll('td .name-of')]"
+        ".find(one => one.textContent === name).getBoundingClientRect().height)"
+    )
+    assert max(heights) < 24, "one line"
+    assert browser.run("document.documentElement.scrollWidth") == 375
 
 
 def test_a_finger_points(opened: Open, odd: Path) -> None:

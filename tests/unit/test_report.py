@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from llmtrack import __main__ as program
-from llmtrack import query
+from llmtrack import log_eval, open_run, query
 from llmtrack.query import report
 from llmtrack.query.report import data, differences, pack, parts, write_report
 from llmtrack.query.report import html as made
@@ -152,6 +152,45 @@ def test_tables_say_what_the_log_says(odd: Path, page: str) -> None:
     assert len(damaged) == 1
 
 
+def test_a_fork_has_what_its_parent_had_on_the_stretch(odd: Path, page: str, tmp_path: Path) -> None:
+    """Its alerts and evaluations are listed with the run that has them; where that one is in the report, only there."""
+    write(odd, ["pretrain-7b-recipe-1"], tmp_path / "fork.html")
+    alone = (tmp_path / "fork.html").read_text(encoding="utf-8")
+    rows = Tables(alone).rows
+    spike = next(row for row in rows if "loss 9.25, usually 3.1" in row)
+    assert spike[:4] == ["3.355B", "800", "2026-03-01 10:13", "pretrain-7b, 2"]
+    evaluated = [(row[3], row[5]) for row in rows if len(row) == 10 and row[0] == "hellaswag/acc"]
+    assert evaluated == [("pretrain-7b", "600"), ("pretrain-7b", "1,000")], "and not those beyond the fork"
+    best = next(row for row in rows if row and row[0] == "hellaswag/acc")
+    assert best[1] == "0.47"
+    assert "<dt>Alerts</dt><dd>0<small>and 2 before the fork</small>" in alone
+    found = content(alone)
+    assert [alert["tokens"] // TOKENS_PER_STEP for alert in found["runs"][0]["alerts"]] == [800, 900]
+    assert sum("loss 9.25, usually 3.1" in row for row in Tables(page).rows) == 1
+
+
+def test_evaluations_of_unknown_checkpoints_are_listed_and_not_drawn(tmp_path: Path) -> None:
+    """Those of the run, and those that name none; what a run beside it has recorded is not unknown."""
+    write_segment(tmp_path, Segment("a", 1, points=[Point(10, "loss", 1.0)]))
+    with open_run(tmp_path, run_id="b") as run:
+        run.log({"loss": 1.0}, step=1, tokens=10)
+        (tmp_path / "model.pt").write_bytes(b"weights")
+        run.checkpoint(tmp_path / "model.pt", step=1, tokens=10)
+    with query.connect(tmp_path, points=False) as con:
+        ((known,),) = con.execute("SELECT ckpt_id FROM checkpoints").fetchall()
+    for ckpt_id, value, run_id in (("quick-a", 0.5, "a"), ("quick-none", 0.6, None), (known, 0.7, None)):
+        log_eval(tmp_path, ckpt_id, "hellaswag", {"acc": value}, run_id=run_id)
+    write(tmp_path, ["a"], tmp_path / "a.html")
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "Of checkpoints that no run has recorded" in page
+    rows = [row for row in Tables(page).rows if row and row[0] == "hellaswag/acc"]
+    assert [(row[1], row[3], row[6]) for row in rows] == [("0.5", "a", "quick-a"), ("0.6", "", "quick-none")]
+    assert [panel["kind"] for panel in content(page)["panels"]] == ["metric"]
+    write(tmp_path, ["b"], tmp_path / "b.html")
+    rows = [row for row in Tables((tmp_path / "b.html").read_text(encoding="utf-8")).rows if "quick-none" in row]
+    assert [row[1] for row in rows] == ["0.6"]
+
+
 def test_the_head_has_the_numbers_of_sql(odd: Path, page: str) -> None:
     """Status, tokens, the last loss, GPU hours and the share that was lost, for each run."""
     (row,) = [row for row in Tables(page).rows if row and row[0] == "pretrain-7b" and row[1] == "finished"]
@@ -260,7 +299,8 @@ def test_metrics_can_be_chosen(odd: Path, tmp_path: Path, llmtrack: Call) -> Non
     assert (row["metrics"], row["runs"], row["bytes"]) == (3, 1, path.stat().st_size)
     found = content(path.read_text(encoding="utf-8"))
     assert found["axis"] == "step"
-    assert [panel["name"] for panel in found["panels"]] == ["train/loss", "train/grad_norm", "train/lr"]
+    chosen = [panel["name"] for panel in found["panels"] if panel["kind"] == "metric"]
+    assert chosen == ["train/loss", "train/grad_norm", "train/lr"]
     status, _, err = llmtrack("report", "pretrain-7b", "--root", odd, "-o", path, "--metric", "los")
     assert (status, "has no metric 'los'" in err) == (1, True)
 
