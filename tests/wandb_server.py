@@ -129,6 +129,7 @@ class WandbServer:
         self._remember = remember
         self._frozen: dict[tuple[str, str], int] | None = None
         self._frozen_answers = 0
+        self._hidden_from: int | None = None
         self._next_id = 0
         self._port = port
         self._http: _Http | None = None
@@ -172,7 +173,12 @@ class WandbServer:
         """Take all faults away."""
         with self.lock:
             self.faults.clear()
-            self._frozen = None
+            self._frozen = self._hidden_from = None
+
+    def hide_rows_from(self, number: int) -> None:
+        """Count all rows, and show none from this number on, as a read side does that lags behind."""
+        with self.lock:
+            self._hidden_from = number
 
     def snapshot(self) -> dict[tuple[str, str], int]:
         """Return how many rows each run has."""
@@ -392,7 +398,7 @@ class WandbServer:
     def _on_HistoryPage(self, v: dict[str, Any]) -> Any:  # noqa: N802
         run = self._run(v["project"], v["run"])
         first, end = int(v["minStep"]), int(v["maxStep"])
-        there = run.history[: self._told(run)]
+        there = run.history[: self._told(run)][: self._hidden_from]
         lines = there[first:end]
         if not lines or _step(lines[0]) != first or _step(lines[-1]) != first + len(lines) - 1:
             lines = [line for line in there if first <= _step(line) < end]  # not numbered without gaps

@@ -27,6 +27,7 @@ _IDENTITY: Final = Struct("<qqd")
 _HASH_BITS: Final = 0xFFFF_FFFF_FFFF_FFFF
 _GROUP_RECORDS: Final = 4_000_000  # 36 MB
 _SAMPLE: Final = 8  # one key in so many is read whole when not all are
+_SHOWN_KEYS: Final = 3
 _MATCHED: Final = 1
 _MISPLACED: Final = 2
 _TOLD: Final = 3
@@ -42,11 +43,27 @@ class Difference:
         lacking: Records of the log that the tracker does not hold.
         misplaced: Records there that belong to another part of the same run of the log.
         foreign: Records there that are not from this log.
+        lacking_at: Of each key that lacks some: how many, and the fewest and the most tokens of them.
+        foreign_at: Of each key that has some: how many.
     """
 
     lacking: int = 0
     misplaced: int = 0
     foreign: int = 0
+    lacking_at: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    foreign_at: Mapping[str, int] = field(default_factory=dict)
+
+    def tell_lacking(self) -> str:
+        """Return which records are lacking, for a person."""
+        counts = {key: count for key, (count, _, _) in self.lacking_at.items()}
+        first = min(low for _, low, _ in self.lacking_at.values())
+        last = max(high for _, _, high in self.lacking_at.values())
+        where = f"at {first}" if first == last else f"between {first} and {last}"
+        return f"{_most(counts)}, {where} tokens"
+
+    def tell_foreign(self) -> str:
+        """Return which records are not from this log, for a person."""
+        return _most(self.foreign_at)
 
 
 @dataclass
@@ -115,15 +132,21 @@ class Comparison:
             others: The records of all other parts of the run of the log: what is misplaced is one of them.
             told: The records of the run's own story, which may be there and need not.
         """
-        lacking = misplaced = foreign = 0
+        lacking: dict[str, tuple[int, int, int]] = {}
+        foreign: dict[str, int] = {}
+        misplaced = 0
         for there in self._groups():
-            lacking += sum(not there.match(record, _MATCHED) for record in self._expected() if record.key in there.keys)
+            for record in self._expected():
+                if record.key in there.keys and not there.match(record, _MATCHED):
+                    count, low, high = lacking.get(record.key, (0, record.tokens, record.tokens))
+                    lacking[record.key] = (count + 1, min(low, record.tokens), max(high, record.tokens))
             if there.unmatched():
                 for record in told():
                     there.match(record, _TOLD)
                 misplaced += sum(there.match(record, _MISPLACED) for record in others() if record.points)
-                foreign += there.unmatched()
-        return Difference(lacking, misplaced, foreign)
+                foreign |= there.unmatched()
+        missing = sum(count for count, _, _ in lacking.values())
+        return Difference(missing, misplaced, sum(foreign.values()), lacking, foreign)
 
     def lacking(self) -> Iterator[Record]:
         """Yield the records that the tracker does not hold."""
@@ -238,8 +261,16 @@ class _Held:
         self._matched[record.key][at] = by
         return True
 
-    def unmatched(self) -> int:
-        return sum(matched.count(0) for matched in self._matched.values())
+    def unmatched(self) -> dict[str, int]:
+        """Return how many records of each key were not matched; keys without any are left out."""
+        return {key: left for key, matched in self._matched.items() if (left := matched.count(0))}
+
+
+def _most(counts: Mapping[str, int]) -> str:
+    """Return the keys that have most, with how many they have."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    shown = ", ".join(f"{key}: {count}" for key, count in ordered[:_SHOWN_KEYS])
+    return shown if len(ordered) <= _SHOWN_KEYS else f"{shown} and {len(ordered) - _SHOWN_KEYS} more"
 
 
 def newest_digest(run: TrackerRun) -> str:

@@ -274,6 +274,7 @@ class Replay:
         difference = self._difference(target, comparison)
         if difference.misplaced:
             return False
+        self._say_foreign(target, difference)
         target.run, target.counts = run, comparison.counts
         target.complete()
         target.has_holes = difference.lacking > 0
@@ -444,17 +445,18 @@ class Replay:
         """
         if self._options.verify == "off" or self._tail_is_right(target):
             return
-        lacking = self._count_lacking(target)
+        difference = self._look_back(target)
         for _ in range(_REPAIRS):
-            if not lacking:
+            if not difference.lacking:
                 return
             self._fill_holes(target)
             target.complete()
-            lacking = self._count_lacking(target)
-        if not lacking:
+            difference = self._look_back(target)
+        if not difference.lacking:
             return
         raise RejectedError(
-            f"the tracker accepted every point of the {target.kind} run, and {lacking} of them are not there",
+            f"the tracker accepted every point of the {target.kind} run, and {difference.lacking} of them are not there"
+            f" ({difference.tell_lacking()})",
             sink=self._sink.name,
             run_id=self._run.run_id,
             hint="see what the tracker's own log says; the next sync sends only what is lacking",
@@ -490,16 +492,23 @@ class Replay:
         runs = self._call(lambda: self._sink.list_runs(self._run.project, [self._run.run_id]))
         return next((run.newest for run in runs if run.ref == target.there.ref), {})
 
-    def _count_lacking(self, target: Target) -> int:
+    def _look_back(self, target: Target) -> Difference:
+        """Compare all that a run holds, and say what in it is not ours."""
         comparison = self._compare(target, target.there)
         difference = self._difference(target, comparison)
         if difference.misplaced:
             raise _MisplacedError(target.kind)
-        if difference.foreign:
-            self.report.add_note(f"{difference.foreign} values there are not from this log; they are left as they are")
+        self._say_foreign(target, difference)
         if not difference.lacking:
             target.compared, target.counts, target.sampled = target.marks, comparison.counts, False
-        return difference.lacking
+        return difference
+
+    def _say_foreign(self, target: Target, difference: Difference) -> None:
+        if difference.foreign:
+            self.report.add_note(
+                f"the {target.kind} run holds values that are not from this log ({difference.tell_foreign()});"
+                " they are left as they are"
+            )
 
     def _newest_is_right(self, target: Target, newest: Mapping[str, Record]) -> bool:
         """Return whether the newest value of every metric there is the newest of what was there and what was sent."""
