@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import json
+import re
 from typing import Any, Final
 
 from llmtrack.sync.kinds import CANONICAL, PROVISIONAL, REPLACED, SUPERSEDED
@@ -15,8 +16,25 @@ _TAG: Final = "llmtrack"
 _HOST_COLUMN: Final = 3  # of the table of segments in a note
 _PRIVATE: Final = frozenset({"host"})  # facts that say something about machines
 
+_PROJECT_CHARS: Final = 128
+_NOT_IN_PROJECTS: Final = re.compile(r"[/\\#?%:\x00-\x1f]")  # the client refuses these but for the last
+_WORD_IN_PATHS: Final = "sweeps"  # the client leaves it out of the path of a run
+
 OUR_TAGS: Final = frozenset({_TAG, CANONICAL, PROVISIONAL, SUPERSEDED, REPLACED})
 EXIT: Final = {"finished": 0, "failed": 1, "killed": 1}  # what the client is to say; W&B has no end but these two
+
+
+def project_of(project: str) -> str:
+    """Return what a project is called in W&B: its own name, unless W&B refuses that.
+
+    A refused name becomes a readable rest and twelve digits of the SHA-256 of the name, so that no two names meet; our
+    dictionary in the configuration of each run has the original.
+    """
+    name = _NOT_IN_PROJECTS.sub("-", project)
+    if name.strip() == project and len(name) <= _PROJECT_CHARS and name not in {"", _WORD_IN_PATHS}:
+        return project
+    rest = name.strip()[: _PROJECT_CHARS - 13]
+    return f"{rest or 'unnamed'}.{hashlib.sha256(project.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
 
 
 def id_of(spec: RunSpec) -> str:
@@ -75,6 +93,8 @@ def about_of(spec: RunSpec, prefix: str) -> dict[str, Any]:
         about["end_time"] = _iso(spec.end_ms)
     if prefix:
         about["prefix"] = prefix
+    if project_of(spec.project) != spec.project:
+        about["project"] = spec.project
     if spec.parent is not None:
         about["parent_ref"] = spec.parent
     about |= {name: value for name, value in spec.facts.items() if name not in _PRIVATE}

@@ -31,7 +31,7 @@ from llmtrack.writer.errors import FormatError, RejectedError, UsageError
 from llmtrack.writer.log.publish import publish
 
 from . import client as wandb_client
-from .describe import EXIT, about_of, every_of, id_of, name_of, note_of, tags_of
+from .describe import EXIT, about_of, every_of, id_of, name_of, note_of, project_of, tags_of
 from .encode import KEY, OURS, TOKENS, RowReader, WandbEncoder, config_of, figures_of, key_of, summary_of, told_records
 from .records import ENDED, read_rows
 
@@ -169,12 +169,12 @@ class WandbOffline:
 
     def _describe(self, page: _Page, spec: RunSpec) -> None:
         parent = self._pages.get((spec.project, spec.parent or ""))
-        group = parent.shown.get("group") if parent else None
+        group = parent.shown.get("group") if parent else page.shown.get("group")
         kept = every_of(spec, page.about.get("every", 1) if page.about else self._every)
         page.about = about_of(spec, self._prefix) | kept
         page.shown = {
             "name": name_of(spec),
-            "group": group or spec.facts.get("parent_run") or spec.run_id,
+            "group": group or self._prefix + (spec.facts.get("parent_run") or spec.run_id),
             "job_type": None if spec.kind == CANONICAL else spec.kind,
             "tags": tags_of(spec),
             "notes": note_of(spec.note) or page.shown.get("notes"),
@@ -347,7 +347,7 @@ class _Stay:
         config: Mapping[str, Any] = page.config if page.written is None or not self._resumes else {}
         self._run = wandb.init(
             entity=self._entity,
-            project=page.project,
+            project=project_of(page.project),
             id=page.ref,
             mode="offline",
             resume="allow" if self._resumes else None,

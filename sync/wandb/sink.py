@@ -21,7 +21,7 @@ from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkEr
 
 from . import client as wandb_client
 from .client import DeletedIdError
-from .describe import EXIT, OUR_TAGS, about_of, digest, every_of, id_of, name_of, note_of, tags_of
+from .describe import EXIT, OUR_TAGS, about_of, digest, every_of, id_of, name_of, note_of, project_of, tags_of
 from .encode import KEY, OURS, TOKENS, RowReader, WandbEncoder, config_of, figures_of, key_of, summary_of, told_records
 from .pace import Pace
 from .session import Session
@@ -126,7 +126,7 @@ class WandbSink:
         with wandb_client.translated(self._url):
             filters = {f"config.{OURS}.value.run_id": {"$in": sorted(wanted)}}
             try:
-                for run in self._api.runs(f"{self._entity}/{project}", filters=filters, lazy=False, per_page=100):
+                for run in self._api.runs(self._path(project), filters=filters, lazy=False, per_page=100):
                     found[run.id] = run
             except Exception as error:
                 if not wandb_client.is_missing(error):
@@ -139,11 +139,14 @@ class WandbSink:
         ours = [run for run in runs if run is not None and run.run_id in wanted]
         return sorted(ours, key=lambda run: (str(run.native.created_at), run.ref))
 
+    def _path(self, project: str) -> str:
+        return f"{self._entity}/{project_of(project)}"
+
     def _get(self, project: str, ref: str) -> Any:
         api = self._api
         api.flush()  # or it answers what it was told the last time
         try:
-            return api.run(f"{self._entity}/{project}/{ref}")
+            return api.run(f"{self._path(project)}/runs/{ref}")
         except Exception as error:
             if wandb_client.is_missing(error):
                 return None
@@ -227,7 +230,7 @@ class WandbSink:
             folder = Path(self._folder.name) / str(next(self._numbers))
         return Session(
             self._url,
-            (self._entity, project, ref),
+            (self._entity, project_of(project), ref),
             folder,
             timeout_s=self._timeout_s,
             count=lambda: self._count(project, ref),
@@ -251,7 +254,7 @@ class WandbSink:
             parent = self._find(spec.project, spec.parent)
             if parent is not None and parent.group:
                 return str(parent.group)
-        return spec.facts.get("parent_run") or spec.run_id
+        return self._prefix + (spec.facts.get("parent_run") or spec.run_id)
 
     def update(self, run: TrackerRun, spec: RunSpec) -> TrackerRun:
         """Make a run what the spec says, and send only what differs."""
