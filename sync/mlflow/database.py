@@ -89,6 +89,18 @@ class DatabaseClient:
                 pass  # MLflow tries, and says what is wrong
         return self._client.get_experiment_by_name(name)
 
+    def create_experiment(self, name: str, artifact_location: str | None = None) -> str:
+        """Make an experiment, unless another sync did so a moment ago; return its id."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return str(self._client.create_experiment(name, artifact_location))
+        except MlflowException as error:
+            there = self.get_experiment_by_name(name) if error.error_code == "RESOURCE_ALREADY_EXISTS" else None
+            if there is None:
+                raise
+            return str(there.experiment_id)
+
     def ours(self, experiment_id: str, run_ids: Sequence[str]) -> list[Any]:
         """Return at least those runs of an experiment that are tagged as some runs of the log, oldest first."""
         if self._whole is None and self._file is not None:

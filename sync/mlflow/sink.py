@@ -195,15 +195,8 @@ class MlflowSink:
 
     def _experiment(self, project: str) -> str:
         if project not in self._experiments:
-            from mlflow.exceptions import MlflowException
-
-            try:
-                self._experiments[project] = self._client.create_experiment(project, self._artifact_location(project))
-            except MlflowException as error:
-                there = self._client.get_experiment_by_name(project)
-                if error.error_code != "RESOURCE_ALREADY_EXISTS" or there is None:
-                    raise
-                self._experiments[project] = there.experiment_id
+            place = self._artifact_location(project)
+            self._experiments[project] = self._client.create_experiment(project, place)
         return self._experiments[project]
 
     def _artifact_location(self, project: str) -> str | None:
