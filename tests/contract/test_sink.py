@@ -440,7 +440,8 @@ def test_a_run_that_fails_does_not_stop_the_others(local: Bench) -> None:
     assert local.only("canonical", "second").points == points(local.rows("second"), lambda _: True)
 
 
-def test_a_sync_killed_at_random_moments_leaves_every_point_once(bench: Bench) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.soak)])
+def test_a_sync_killed_at_random_moments_leaves_every_point_once(bench: Bench, kills: int) -> None:
     """SIGKILL while it creates, sends, reads back: the next sync completes it, and nothing is there twice."""
     bench.log.segment().train(0, 20_000).checkpoint(15_000)
     bench.log.segment(after=("run", 1, 15_000)).train(15_000, 17_000)
@@ -450,7 +451,7 @@ def test_a_sync_killed_at_random_moments_leaves_every_point_once(bench: Bench) -
     def count() -> int:
         return sum(sum(run.metrics.values()) for run in bench.tracker.runs(bench.log.project))
 
-    for wanted in sorted(generator.uniform(0, total) for _ in range(3)):
+    for wanted in sorted(generator.uniform(0, total) for _ in range(kills)):
         process = subprocess.Popen(
             [sys.executable, "-c", "from llmtrack.sync.cli import main; main()", *bench.arguments],
             stdout=subprocess.DEVNULL,

@@ -396,7 +396,7 @@ def test_syncs_killed_at_random_with_faults_leave_every_row_once(web: Bench, wan
 
 def test_a_sync_killed_among_faults_leaves_every_row_once(web: Bench, wandb_server: WandbServer) -> None:
     """The short form."""
-    _kill_and_fault(web, wandb_server, rounds=4, rows=500, seed=2)
+    _kill_and_fault(web, wandb_server, rounds=2, rows=200, seed=2)
 
 
 def _kill_and_fault(bench: Bench, server: WandbServer, *, rounds: int, rows: int, seed: int) -> None:
