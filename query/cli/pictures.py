@@ -151,6 +151,8 @@ def compare(
         found = comparing.compare(con, metric, runs, at=at, places=places, mean_over=mean_over)
         for run_id in found.without:
             say(f"left out: {run_id} has no {metric}")
+        for run_id, tokens in found.shared.items():
+            say(f"the same up to {layout.tokens(tokens)} tokens: {run_id} and {found.runs[0]} were one run until there")
         if as_json:
             click.echo(to_json(found.rows))
         else:

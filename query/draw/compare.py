@@ -51,6 +51,15 @@ _MEANS: Final = """
     GROUP BY h.run_id, g.place
 """
 
+# A segment has one way back: two curves that have one in common are the same up to there.
+_SHARED: Final = """
+    SELECT b.run_id, max(least(a.hi, b.hi))
+    FROM log.spans a
+    JOIN log.spans b ON b.source_run = a.source_run AND b.segment = a.segment AND NOT b.yields
+    WHERE NOT a.yields AND a.run_id = $first AND list_contains($runs, b.run_id) AND b.run_id <> $first
+    GROUP BY b.run_id
+"""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -63,6 +72,8 @@ class Comparison:
         grid: The places, in tokens.
         rows: One for each place and run: `tokens`, `run_id`, `value`, `value_tokens` (where that value was logged),
             `segment`, `difference` (to the first run, null where one of the two has no value).
+        shared: Up to which tokens the curve of a run is that of the first one, because one was forked from the other,
+            or both from a third; runs that have nothing in common with it are not in it.
     """
 
     name: str
@@ -70,6 +81,7 @@ class Comparison:
     without: list[str]
     grid: list[int]
     rows: list[dict[str, Any]]
+    shared: dict[str, int]
 
 
 def compare(
@@ -90,8 +102,8 @@ def compare(
         con: Made by `connect`, with the runs.
         name: The metric.
         runs: In the order in which they are shown; the others are compared with the first one.
-        at: The places, in tokens; none given: evenly from where all runs have begun to where the last one ends,
-            and where the first one ends: as far as all can be compared.
+        at: The places, in tokens; none given: evenly from where all runs have begun, or the first one of several that
+            were one parts, to where the last one ends, and where the first one ends: as far as all can be compared.
         places: How many, when `at` names none.
         mean_over: Compare means over so many tokens up to each place instead of single values; 0: values as logged.
 
@@ -109,7 +121,11 @@ def compare(
             raise UsageError(f"{name} is NaN everywhere", hint="llmtrack plot shows where")
         raise curves.no_such_metric(known, name, f"none of {len(runs)} runs" if len(runs) > 1 else f"run {runs[0]}")
     ends = [extent[run][1] for run in found]
-    grid = sorted(set(at)) or _grid(max(extent[run][0] for run in found), min(ends), max(ends), places)
+    shared = dict(con.execute(_SHARED, {"first": found[0], "runs": found}).fetchall())
+    begin = max(extent[run][0] for run in found)
+    if len(shared) == len(found) - 1 > 0:
+        begin = max(begin, min(shared.values()))
+    grid = sorted(set(at)) or _grid(begin, min(ends), max(ends), places)
     parameters = {"name": name, "runs": found, "grid": grid}
     values = {
         (run_id, place): (at, value, segment)
@@ -130,7 +146,7 @@ def compare(
                 {"tokens": place, "run_id": run_id, "value": value, "value_tokens": last, "segment": segment}
                 | {"difference": difference}
             )
-    return Comparison(name, found, [run_id for run_id in runs if run_id not in extent], grid, rows)
+    return Comparison(name, found, [run_id for run_id in runs if run_id not in extent], grid, rows, shared)
 
 
 def read_picture(

@@ -83,7 +83,9 @@ def test_a_fork_and_its_parent_are_equal_up_to_where_they_part(tmp_path: Path) -
     odd_root(tmp_path)
     runs = ["pretrain-7b", "pretrain-7b-recipe-1"]
     with query.connect(tmp_path) as con:
-        found = compare(con, "train/loss", runs, places=30)
+        found = compare(con, "train/loss", runs, at=[place * 250 * TOKENS_PER_STEP for place in range(1, 9)])
+        assert found.shared == {"pretrain-7b-recipe-1": 1000 * TOKENS_PER_STEP}
+        assert compare(con, "train/loss", runs).grid[0] == 1000 * TOKENS_PER_STEP, "before there is nothing to compare"
         for row in found.rows:
             if row["value"] is None:
                 assert row["tokens"] > 1400 * TOKENS_PER_STEP
@@ -98,6 +100,23 @@ def test_a_fork_and_its_parent_are_equal_up_to_where_they_part(tmp_path: Path) -
         curves, differences = read_picture(con, found)
     assert len(curves["pretrain-7b-recipe-1"]) == 1400
     assert differences["pretrain-7b-recipe-1"][-1][0] <= 1400 * TOKENS_PER_STEP
+
+
+def test_what_runs_have_in_common_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Children of one run, and a child of a child: each with the first that is named, and none with a stranger."""
+    points = [Point(tokens, "loss", float(tokens)) for tokens in range(10, 101, 10)]
+    write_segment(tmp_path, Segment("p", 1, points=points))
+    for run_id, origin, start in (("c1", ("p", 1), 40), ("c2", ("p", 1), 60), ("c3", ("c1", 1), 70)):
+        own = [Point(tokens, "loss", tokens + 0.5) for tokens in range(start + 10, 101, 10)]
+        write_segment(tmp_path, Segment(run_id, 1, start, origin, points=own))
+    write_segment(tmp_path, Segment("x", 1, points=points))
+    with query.connect(tmp_path) as con:
+        assert compare(con, "loss", ["c1", "c2", "c3", "p", "x"]).shared == {"c2": 40, "c3": 70, "p": 40}
+        assert compare(con, "loss", ["c1", "c3", "p"]).grid[0] == 40
+        assert compare(con, "loss", ["c1", "x"]).grid[0] == 10
+    with pytest.raises(SystemExit):
+        program.main(["compare", "loss", "c3", "c1", "--root", str(tmp_path)])
+    assert "the same up to 70 tokens: c1 and c3 were one run until there" in capsys.readouterr().err
 
 
 def test_a_metric_that_nobody_has_is_a_typo(root: Path) -> None:
