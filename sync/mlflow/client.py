@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from llmtrack.sync.sink import MovedError
 from llmtrack.writer.errors import LlmtrackError, RejectedError, RetryableSinkError, TooLargeError, UsageError
 
 from .database import DatabaseClient
@@ -35,6 +36,7 @@ _CLIENT_ERRORS: Final = range(400, 500)
 _SERVER_ERRORS: Final = range(500, 600)
 # MLflow's client says INTERNAL_ERROR for every failure of the network, for every HTTP 500, and for whatever it does not
 # know; then the status is in its text.
+_NO_RUN: Final = re.compile(r"must be in the 'active' state|Run with id=\w+ not found")  # somebody deleted it meanwhile
 _STATUS_IN_TEXT: Final = re.compile(r"failed with error code (\d{3}) != 200")
 _TRANSIENT: Final = frozenset(
     {
@@ -194,6 +196,8 @@ def _translate(error: Exception, uri: str, run_id: str | None) -> LlmtrackError:
         )
         found.retry_after_s = getattr(error, "retry_after_s", None)
         return found
+    if run_id is not None and _NO_RUN.search(text):
+        return MovedError(f"{uri}: {text}", sink=NAME, run_id=run_id)
     return RejectedError(f"{uri} refused ({code or type(error).__name__}): {text}", sink=NAME, run_id=run_id or "")
 
 

@@ -206,7 +206,7 @@ class Replay:
 
     def _choose_canonical(self, there: list[TrackerRun]) -> Target:
         target = Target(CANONICAL, None, self._run.parts.get(CANONICAL, {}))
-        for run in self._known_first(there):
+        for run in there:  # in the tracker's order, whoever asks: of two hosts neither keeps what the other deletes
             if run.kind == REPLACED:
                 self._generation = max(self._generation, run.generation + 1)
             elif target.run is not None:
@@ -239,16 +239,13 @@ class Replay:
             for segment, stretch in self._run.parts.get(kind, {}).items():
                 target = Target(kind, segment, {segment: stretch})
                 fitting = [run for run in there if run.segment == segment and run.kind in {kind, PROVISIONAL}]
-                for run in self._known_first(sorted(fitting, key=lambda run: run.kind != kind)):
+                for run in sorted(fitting, key=lambda run: run.kind != kind):
                     if target.run is None and run.ref not in chosen and self._take(target, run):
                         chosen.add(run.ref)
                 targets.append(target)
         kept = {SUPERSEDED} if self._options.leaves_out(SUPERSEDED) else set()  # made when the option was another one
         self._retired += [run for run in there if run.ref not in chosen and run.kind not in kept]
         return targets
-
-    def _known_first(self, runs: list[TrackerRun]) -> list[TrackerRun]:
-        return sorted(runs, key=lambda run: run.ref not in self._cursor.runs)
 
     def _take(self, target: Target, run: TrackerRun) -> bool:
         """Take a run of the tracker for a target, with what it lacks; False when something in it does not belong."""
@@ -545,6 +542,7 @@ class Replay:
             self._call(lambda run=run: self._sink.delete(run))  # type: ignore[misc]
             self.report.deleted += 1
         there = self._call(lambda: self._sink.list_runs(self._run.project, [self._run.run_id]))
+        self._see_that_there_is_one_of_each([canonical, *sides], there)
         for run in there:
             if run.kind == REPLACED and run.segment is None:
                 self._update(run, describe.replaced_spec(self._run, None, run.generation, canonical.there.ref))
@@ -553,3 +551,15 @@ class Replay:
         for target in [canonical, *sides]:
             self._hold(target, target.marks, newest.get(target.there.ref))
         self._cursor.save()
+
+    def _see_that_there_is_one_of_each(self, targets: list[Target], there: list[TrackerRun]) -> None:
+        """Look whether somebody made the same runs since we asked what there is: the one who is last sees it.
+
+        Raises:
+            MovedError: Another host did.
+        """
+        ours = {target.there.ref for target in targets} | {run.ref for run in self._retired}
+        made = {(target.there.kind, target.there.segment, target.there.generation) for target in targets}
+        for run in there:
+            if run.ref not in ours and (run.kind, run.segment, run.generation) in made:
+                raise MovedError(f"{run.ref} was made by another sync meanwhile", sink=self._sink.name)

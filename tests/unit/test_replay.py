@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -23,7 +24,7 @@ from llmtrack.sync.once import Outcome
 from llmtrack.sync.replay import classify, cursor
 from llmtrack.sync.replay.figures import Figures
 from llmtrack.sync.replay.replay import Options, Report
-from llmtrack.sync.sink import Encoder, Record, RunSpec, TrackerRun
+from llmtrack.sync.sink import Encoder, MovedError, Record, RunSpec, TrackerRun
 from llmtrack.sync.story import Story, StoryPoint
 from llmtrack.writer.errors import RejectedError, RetryableSinkError
 
@@ -127,6 +128,7 @@ class MemorySink:
         self.fail_at = -1
         self.works_first = False
         self.error: BaseException = Killed()
+        self.meanwhile: dict[int, Callable[[], object]] = {}  # what somebody else does before a call, by its number
         self.forgets = 0
         self.read_back = self.lists = 0
 
@@ -157,7 +159,7 @@ class MemorySink:
         old = self.runs[run.ref].spec
         if replace(spec, config=old.config, recipe=old.recipe, note=old.note) == old:
             return run
-        with self._failing(f"update {old.kind} {spec.kind}"):
+        with self._failing(f"update {old.kind} {spec.kind}", run.ref):
             self.runs[run.ref].spec = spec
         return self._tracker_run(run.ref)
 
@@ -175,7 +177,7 @@ class MemorySink:
     def append(self, run: TrackerRun, records: Sequence[Record]) -> None:
         """Add records; equal ones are one, as in MLflow."""
         assert 0 < len(records) <= self.batch_records
-        with self._failing(f"append {self.runs[run.ref].spec.kind}"):
+        with self._failing(f"append {self.runs[run.ref].spec.kind}", run.ref):
             held = self.runs[run.ref].records
             kept = records[1:] if self.forgets else records
             self.forgets = max(0, self.forgets - 1)
@@ -192,7 +194,7 @@ class MemorySink:
         held = self.runs[run.ref]
         if held.told == story.digest:
             return []
-        with self._failing(f"tell {story.kind}"):
+        with self._failing(f"tell {story.kind}", run.ref):
             held.told = story.digest
             there = {record[:4] for record in held.records}
             held.records += [record for record in self.told(story.points()) if record[:4] not in there]
@@ -242,21 +244,27 @@ class MemorySink:
         spec = run.spec
         return TrackerRun(ref, spec.run_id, spec.kind, spec.segment, spec.generation, newest, "")
 
-    def _failing(self, call: str) -> _Failing:
-        return _Failing(self, call)
+    def _failing(self, call: str, ref: str | None = None) -> _Failing:
+        return _Failing(self, call, ref)
 
 
 class _Failing:
     """Fails before or after the body when it is the call whose turn it is."""
 
-    def __init__(self, sink: MemorySink, call: str) -> None:
+    def __init__(self, sink: MemorySink, call: str, ref: str | None) -> None:
         self._sink = sink
+        self._ref = ref
         self._is_turn = len(sink.calls) == sink.fail_at
         sink.calls.append(call)
 
     def __enter__(self) -> None:
         if self._is_turn and not self._sink.works_first:
             raise self._sink.error
+        act = self._sink.meanwhile.pop(len(self._sink.calls) - 1, None)
+        if act is not None:
+            act()
+        if self._ref is not None and self._sink.runs[self._ref].deleted:
+            raise MovedError(f"{self._ref} is deleted", sink=self._sink.name)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._is_turn and self._sink.works_first:
@@ -489,6 +497,28 @@ def test_an_outage_is_waited_out(tmp_path: Path, *, works_first: bool) -> None:
         check(log, sink)
         if not ear.waits:
             return
+
+
+@pytest.mark.parametrize("case", [(2, False), (3, True)], ids=["new", "restart"])
+def test_two_hosts_that_do_the_same_at_a_time_make_everything_once(tmp_path: Path, case: tuple[int, bool]) -> None:
+    """Neither knows of the other; one does all of its work between any two calls of the other one."""
+    step, is_known = case
+    for number in itertools.count():
+        sink, states = MemorySink(), [tmp_path / f"{number}-{host}" for host in "ab"]
+        for state in states:
+            if is_known:
+                sync(log_at(step - 1), sink, state)
+        log = log_at(step)
+        sink.meanwhile[len(sink.calls) + number] = partial(sync, log_at(step), sink, states[1])
+        (report,) = sync(log, sink, states[0]).reports
+        assert report.error == ""
+        if sink.meanwhile:
+            return
+        check(log, sink)
+        there = [run.spec for run in sink.runs.values() if not run.deleted]
+        assert max(Counter((spec.kind, spec.segment, spec.generation) for spec in there).values()) == 1
+        sync(log, sink, states[1])
+        assert not any(any(report.sent.values()) for state in states for report in sync(log, sink, state).reports)
 
 
 def test_a_tracker_that_stays_away_ends_the_sync(tmp_path: Path) -> None:
