@@ -4,7 +4,8 @@
 
 Kill it and start the same command again: it resumes from its newest checkpoint, repeats exactly the batches that it
 would have seen, and llmtrack records a second segment of the same run. One rank without a launcher, and GPUs where
-there are any, work as well. What llmtrack adds to the script: open_run, a Reducer, meta, checkpoint, and the `with`.
+there are any, work as well. What llmtrack adds to the script: open_run, a Reducer, meta and state_dict into the
+checkpoint, run.checkpoint behind it, and the `with`.
 """
 
 from __future__ import annotations
@@ -62,9 +63,15 @@ class Sequences:
 
     def batch(self, positions: range) -> tuple[Tensor, Tensor]:
         """Return the inputs and the next bytes at these positions: two of ``[positions, context]``, int64."""
-        starts = torch.stack([self._epoch(p // self.per_epoch)[p % self.per_epoch] for p in positions])
-        window = starts[:, None] + torch.arange(self.context)
+        window = self._starts(positions)[:, None] + torch.arange(self.context)
         return self.text[window], self.text[window + 1]
+
+    def ids(self, positions: range) -> list[str]:
+        """Return which bytes of the text the sequences at these positions are: what an alert names for a person."""
+        return [f"bytes {start} to {start + self.context}" for start in self._starts(positions).tolist()]
+
+    def _starts(self, positions: range) -> Tensor:
+        return torch.stack([self._epoch(p // self.per_epoch)[p % self.per_epoch] for p in positions])
 
 
 # --- model --------------------------------------------------------------------------------------------------------
@@ -267,8 +274,10 @@ class Trainer:
         micro_batches = [mine[i : i + self.args.micro_batch] for i in range(0, len(mine), self.args.micro_batch)]
         for micro in micro_batches:
             alone = self.ddp if micro is not micro_batches[-1] else None
+            with reducer.data_wait():
+                batch = self.data.batch(micro)
             with alone.no_sync() if alone else contextlib.nullcontext():  # the ranks' gradients meet once a step
-                loss = self._loss(self.ddp or self.gpt, self.data, micro)
+                loss = self._loss(self.ddp or self.gpt, batch)
                 (loss * (len(micro) / len(mine))).backward()  # type: ignore[no-untyped-call]
             reducer.mean("train/loss", loss, weight=len(micro) * self.args.context)
         grad_norm = nn.utils.clip_grad_norm_(self.gpt.parameters(), self.args.clip)
@@ -279,7 +288,8 @@ class Trainer:
         reducer.grad_norm(grad_norm)
         reducer.last("train/lr", lr)
         reducer.last("train/batch_size", sequences)
-        reducer.step(self.step, self.tokens)
+        # The ids are kept in memory; those of the steps around an alert come into the log, from all ranks.
+        reducer.step(self.step, self.tokens, batch_ids=self.data.ids(mine), position=self.position)
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -289,12 +299,13 @@ class Trainer:
         mine = positions[self.ranks.rank :: self.ranks.world_size]
         for i in range(0, len(mine), self.args.micro_batch):
             micro = mine[i : i + self.args.micro_batch]
-            total += torch.stack([self._loss(self.gpt, self.held_out, micro).double(), total.new_ones(())]) * len(micro)
+            loss = self._loss(self.gpt, self.held_out.batch(micro)).double()
+            total += torch.stack([loss, total.new_ones(())]) * len(micro)
         loss_sum, sequences = sum_over_ranks(total)
         return loss_sum / sequences
 
-    def _loss(self, model: nn.Module, data: Sequences, positions: range) -> Tensor:
-        inputs, targets = (part.to(self.ranks.device) for part in data.batch(positions))
+    def _loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = (part.to(self.ranks.device) for part in batch)
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=inputs.is_cuda):
             loss: Tensor = model(inputs, targets)
         return loss
@@ -344,6 +355,8 @@ def train(args: argparse.Namespace) -> None:
         preempt_signal=signal.SIGTERM,  # what a launcher or Slurm sends before it kills
         flops=flops,
     )
+    if checkpoint is not None:
+        run.load_state_dict(checkpoint.get("llmtrack_state"))  # what the detectors of alerts had learned by then
     reducer = llmtrack.Reducer(run, every=args.log_every, throughput=llmtrack.Throughput(flops))
     size = sum(parameter.numel() for parameter in trainer.gpt.parameters())
     say(ranks, f"run {run.run_id}, segment {run.segment}: {size:,} parameters, from {trainer.tokens:,} tokens")
@@ -366,7 +379,8 @@ def train(args: argparse.Namespace) -> None:
                     run.log({"eval/held_out/loss": held_out_loss}, step=step, tokens=tokens)
                     path = args.checkpoint_dir / f"step-{step:08d}.pt"
                     if ranks.rank == 0:
-                        save_checkpoint(path, trainer.state_dict() | {"llmtrack": run.meta(step=step, tokens=tokens)})
+                        place = {"llmtrack": run.meta(step=step, tokens=tokens), "llmtrack_state": run.state_dict()}
+                        save_checkpoint(path, trainer.state_dict() | place)
                     run.checkpoint(path, step=step, tokens=tokens)
                 say(ranks, f"saved {path}  held-out loss {held_out_loss:.4f}")
     if dist.is_initialized():

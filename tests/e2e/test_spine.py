@@ -73,6 +73,27 @@ def test_mlflow_holds_exactly_the_settled_points_and_beside_them_the_superseded_
         assert log.sql("SELECT status, segments FROM runs").fetchall() == [("finished", 2)]
 
 
+def test_the_example_names_its_batches_and_keeps_what_detectors_learned(tmp_path: Path) -> None:
+    """What people copy has it: a loss that becomes NaN is an alert with the bytes that every rank was trained on."""
+    torch = pytest.importorskip("torch")
+    arguments = [*_SMALL, "--max-tokens", "3000", "--checkpoint-every", "1000", "--learning-rate", "1e30"]
+    arguments += ["--root", str(tmp_path / "runs"), "--checkpoint-dir", str(tmp_path / "checkpoints")]
+    with Training(arguments) as training:
+        output = list(training.lines())
+        assert training.wait() == 0, "\n".join(output)
+    (saved,) = (tmp_path / "checkpoints").glob("*.pt")
+    checkpoint = torch.load(saved, weights_only=True)
+    assert checkpoint["llmtrack_state"]
+    json.dumps(checkpoint["llmtrack_state"])
+    with contextlib.closing(query.connect(tmp_path / "runs")) as log:
+        ids = log.sql(
+            "SELECT DISTINCT unnest(b.batch_ids) FROM alerts a JOIN batches b USING (run_id, segment, step)"
+            " WHERE a.rule = 'nonfinite' AND a.metric = 'train/loss' AND a.phase = 'raised'"
+        ).fetchall()
+    assert len(ids) >= 4, "the first steps have four sequences, two on each rank"
+    assert all(batch_id.startswith("bytes ") for (batch_id,) in ids)
+
+
 @pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
 def test_eight_processes_that_open_a_run_are_one_run_with_one_segment(tmp_path: Path, variable: str) -> None:
     """Only rank 0 writes; the others get a run with the same methods, and create nothing."""
