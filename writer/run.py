@@ -85,7 +85,7 @@ class Run:
 
         Args:
             metrics: Name -> number: float, int, bool, NumPy scalar, or a tensor with one element, also on a GPU.
-            step: The optimiser step.
+            step: The optimiser step, a coordinate beside `tokens`: nothing is ordered by it, and it is not checked.
             tokens: Tokens seen by the run, the x-axis; they never go backwards within a segment.
             batch_ids: What the step was trained on; see `batches`.
             position: In the order of the data; see `batches`.
