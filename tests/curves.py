@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final, Literal
 
 import numpy as np
@@ -158,6 +159,8 @@ def loss(
     first_step: int = 0,
     deviations: tuple[float, float] | None = None,
     first_spike: int = 100,
+    freedom: float = inf,
+    memory: float = 0.0,
 ) -> Curve:
     """Return a loss curve.
 
@@ -176,11 +179,15 @@ def loss(
         first_step: Where the curve begins: past the steep fall for a run that was resumed.
         deviations: Range of the spikes' heights in deviations of the noise, instead of 0.2 to 5.
         first_spike: No spike before this point.
+        freedom: Degrees of freedom of the noise, Student's t above 2: the fewer, the heavier its tails.
+        memory: Points over which the noise is correlated; 0 for none.
     """
     rng = np.random.default_rng(seed)
     steps = first_step + every * np.arange(1, points + 1)
     first_sigma = float(rng.uniform(0.008, 0.05)) if sigma is None else sigma
-    values, deviation = _quiet(rng, steps, first_sigma, ramp=ramp, warmup=warmup, wander=wander, tail=tail)
+    values, deviation = _quiet(
+        rng, steps, first_sigma, ramp=ramp, warmup=warmup, wander=wander, tail=tail, freedom=freedom, memory=memory
+    )
     events: list[Event] = []
     for at in _places(rng, points, shifts, gap=500):
         height = float(rng.choice([-1.0, 1.0]) * deviation[at] * np.exp(rng.uniform(np.log(2), np.log(60))))
@@ -208,7 +215,14 @@ def loss(
 
 
 def grad_norm(
-    seed: int, points: int = 20_000, *, spikes: int = 12, scale: float | None = None, outliers: float = 0.002
+    seed: int,
+    points: int = 20_000,
+    *,
+    spikes: int = 12,
+    scale: float | None = None,
+    outliers: float = 0.002,
+    freedom: float = inf,
+    memory: float = 0.0,
 ) -> Curve:
     """Return the norm of a gradient: lognormal, with single outliers that mean nothing.
 
@@ -218,12 +232,14 @@ def grad_norm(
         spikes: How many at most, of 3 to 30 times the norm, which grow over up to five points and last 2 to 30.
         scale: Deviation of the logarithm; None draws it from 0.05 to 0.3.
         outliers: Share of points that are up to some times as large, with an exponential tail in the logarithm.
+        freedom: As of `loss`, of the noise of the logarithm.
+        memory: As of `loss`.
     """
     rng = np.random.default_rng(seed + 1_000_003)
     deviation = float(rng.uniform(0.05, 0.3)) if scale is None else scale
     at = np.arange(points)
     level = np.log(0.3 + 3.0 * np.exp(-at / 150.0)) + 0.2 * np.sin(2 * np.pi * at / 30_000)
-    noise = deviation * rng.standard_normal(points)
+    noise = deviation * _noise(rng, points, freedom, memory)
     is_outlier = rng.random(points) < outliers
     noise += np.where(is_outlier, 2 * deviation * (1 + rng.exponential(1.0, points)), 0.0)
     values = np.exp(level + noise)
@@ -251,6 +267,9 @@ def throughput(
     every_pause: int = 0,
     wander: float = 0.3,
     level: float = 4e5,
+    decline: int = 0,
+    freedom: float = inf,
+    memory: float = 0.0,
 ) -> Curve:
     """Return tokens per second.
 
@@ -263,9 +282,12 @@ def throughput(
         every_pause: A pause at every so many points; 0 for none.
         wander: Deviation of the slow wandering of the mean, in those of the noise.
         level: Its mean.
+        decline: Points over which the drop comes; 0 for at once.
+        freedom: As of `loss`.
+        memory: As of `loss`.
     """
     rng = np.random.default_rng(seed + 2_000_003)
-    values = level * (1 + noise * (rng.standard_normal(points) + wander * _wander(rng, points, 200)))
+    values = level * (1 + noise * (_noise(rng, points, freedom, memory) + wander * _wander(rng, points, 200)))
     values[:3] *= np.array([0.3, 0.7, 0.9])  # the first steps compile
     paused = rng.random(points) < pauses
     if every_pause:
@@ -274,7 +296,7 @@ def throughput(
     events: list[Event] = []
     if drop:
         at = points * 2 // 3
-        values[at:] *= 1 - drop
+        values[at:] *= 1 - drop * np.minimum(np.arange(1, points - at + 1) / max(decline, 1), 1.0)
         events.append(Event("drop", at, points - 1, drop, drop / noise, at))
     return Curve(values, events)
 
@@ -288,6 +310,8 @@ def _quiet(
     warmup: int,
     wander: float,
     tail: float,
+    freedom: float,
+    memory: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return a curve in which nothing happens, and the deviation of its noise at every point."""
     points = len(steps)
@@ -298,7 +322,7 @@ def _quiet(
     if ramp:
         for part in (0.08, 0.16, 0.32):
             deviation[int(points * part) :] /= np.sqrt(2)
-    noise = rng.standard_normal(points)
+    noise = _noise(rng, points, freedom, memory)
     if tail:
         noise *= np.where(rng.random(points) < tail, 3.0, 1.0)
     return mean + deviation * (noise + wander * _wander(rng, points, 300)), deviation
@@ -306,9 +330,20 @@ def _quiet(
 
 def _wander(rng: np.random.Generator, points: int, memory: int) -> NDArray[np.float64]:
     """Return a slow random walk back to zero, of deviation one."""
+    return _correlated(rng.standard_normal(points), memory)
+
+
+def _noise(rng: np.random.Generator, points: int, freedom: float, memory: float) -> NDArray[np.float64]:
+    """Return noise of deviation one."""
+    noise = rng.standard_t(freedom, points) * np.sqrt(1 - 2 / freedom) if freedom < inf else rng.standard_normal(points)
+    return _correlated(noise, memory) if memory else noise
+
+
+def _correlated(noise: NDArray[np.float64], memory: float) -> NDArray[np.float64]:
+    """Return noise of the same deviation that forgets within so many points."""
     kept = 1 - 1 / memory
-    steps = rng.standard_normal(points) * np.sqrt(1 - kept**2)
-    walk = np.empty(points)
+    steps = noise * np.sqrt(1 - kept**2)
+    walk = np.empty(len(noise))
     at = 0.0
     for index, step in enumerate(steps.tolist()):
         at = kept * at + step

@@ -78,6 +78,28 @@ def test_noise_with_heavy_tails_raises_the_threshold_by_itself() -> None:
     assert total(LossSpike, many).false_alerts <= 4
 
 
+def test_a_tail_as_long_as_real_noise_has_it_is_learned_and_spikes_are_found_in_it() -> None:
+    """Student's t of three degrees of freedom: one point in a few thousand is more than eight deviations off."""
+    result = total(LossSpike, (curves.loss(seed, 60_000, freedom=3, spikes=20, shifts=0) for seed in range(7000, 7003)))
+    assert result.clear > 50
+    assert result.recall >= 0.95
+    assert result.false_alerts <= 4
+
+
+@pytest.mark.parametrize(
+    "make, curve", [(LossSpike, curves.loss), (GradientSpike, curves.grad_norm)], ids=["loss", "gradient norm"]
+)
+def test_what_is_left_of_one_outlier_in_the_next_point_is_no_second_one(
+    make: Callable[[], Detector], curve: Callable[..., curves.Curve]
+) -> None:
+    """Half of every point's noise, which has heavy tails, is in the next one: some alerts, not dozens."""
+    many = [curve(seed, 20_000, freedom=4, memory=2, spikes=20) for seed in range(7100, 7106)]
+    result = total(make, iter(many))
+    assert result.clear > 50
+    assert result.recall >= 0.9
+    assert result.false_alerts <= 6
+
+
 def test_a_spike_is_one_event_and_teaches_nothing() -> None:
     """Thirty points at a height of five; ten points later the next one is found."""
     values = flat(500) + [7.0] * 30 + flat(40, 1) + [2.2] * 3 + flat(100, 2)
@@ -168,6 +190,16 @@ def test_what_is_no_divergence_is_none() -> None:
     assert result.false_alerts + result.shift_alerts <= 2
 
 
+def test_a_loss_that_wanders_is_no_divergence_and_one_that_rises_in_it_is() -> None:
+    """Noise of one percent of the loss that is correlated over 150 points; what rises by half of the loss is found."""
+    many = (curves.loss(seed, memory=150, sigma=0.03, ramp=False, spikes=0, shifts=0) for seed in range(7300, 7306))
+    assert total(Divergence, many).false_alerts <= 1
+    for seed in range(5):
+        curve = curves.loss(seed, sigma=0.02, memory=50, wander=0, spikes=0, shifts=0, rise=0.5)
+        at = curves.raised(Divergence(), curve.values.tolist())[0]
+        assert 16_000 < at < 18_000
+
+
 def test_a_lasting_drop_of_five_percent_is_found_within_twenty_points() -> None:
     """In one percent of noise, with pauses in between, once."""
     for seed in range(40):
@@ -200,6 +232,27 @@ def test_pauses_that_nobody_marked_are_no_drop(pauses: dict[str, Any]) -> None:
     """Evaluations and checkpoints, also regular ones."""
     many = (curves.throughput(seed, 5000, **pauses) for seed in range(10))
     assert total(ThroughputDrop, many).false_alerts == 0
+
+
+@pytest.mark.parametrize("memory", [3, 10, 30, 100])
+def test_a_throughput_whose_noise_is_correlated_is_no_drop(memory: int) -> None:
+    """One percent, over a few rows or a hundred: nothing; and a drop of five percent is found in it, later."""
+    many = (curves.throughput(seed, 20_000, memory=memory) for seed in range(7400, 7404))
+    assert total(ThroughputDrop, many).false_alerts == 0
+    found = 0
+    for seed in range(10):
+        curve = curves.throughput(seed, 3000, memory=memory, drop=0.05)
+        found += any(2000 <= at < 2400 for at in curves.raised(ThroughputDrop(), curve.values.tolist()))
+    assert found >= 9
+
+
+@pytest.mark.parametrize("drop, decline", [(0.05, 300), (0.05, 1000), (0.2, 1000), (0.2, 3000)])
+def test_a_throughput_that_declines_slowly_is_found_before_it_is_at_its_end(drop: float, decline: int) -> None:
+    """The baseline does not follow it down; one event for each bit of it that stays."""
+    for seed in range(5):
+        curve = curves.throughput(seed, 9000, drop=drop, decline=decline)
+        at = curves.raised(ThroughputDrop(), curve.values.tolist())
+        assert 6000 < at[0] < 6000 + decline
 
 
 def test_a_pause_that_was_marked_is_not_looked_at() -> None:
@@ -322,6 +375,38 @@ def test_what_is_no_state_is_refused_and_changes_nothing() -> None:
             with pytest.raises(ValueError, match="no state of the detector"):
                 given.load_state_dict(strange)
         assert given.state_dict() == before
+
+
+def test_a_state_of_before_the_noise_was_learned_is_taken_over() -> None:
+    """As llmtrack wrote it until then: what it lacks is learned anew, and a spike is found at once."""
+    spike = {"seen": 900, "last": 2.0, "quantum": 1e-5, "mean": 2.0, "trend": 0.0, "variance": 1e-4}
+    loss = LossSpike()
+    loss.load_state_dict({**spike, "tail": 3.6, "last_score": 0.1, "high_for": 0, "recent": []})
+    assert not any(loss.update({LOSS: value}) for value in flat(100))
+    assert loss.update({LOSS: 2.2}) is not None
+    norm = GradientSpike()
+    norm.load_state_dict(
+        {
+            "seen": 900,
+            "mean": 0.0,
+            "trend": 0.0,
+            "scale": 0.1,
+            "high": 4.0,
+            "tail": 5.0,
+            "last_score": 0.1,
+            "high_for": 0,
+        }
+    )
+    assert [norm.update({"train/grad_norm": value}) is not None for value in (1.0, 1.1, 3.0, 4.0)] == [False] * 3 + [
+        True
+    ]
+    slow = Divergence()
+    slow.load_state_dict(
+        {"seen": 90, "values": [], "last": 2.0, "lowest": 1.99, "deviation": 0.002, "above": 0, "high_for": 0}
+    )
+    assert curves.raised(slow, flat(2000) + [2.0 + 0.0001 * step for step in range(2000)])
+    with pytest.raises(ValueError, match="no state of the detector"):
+        loss.load_state_dict({**spike, "points": "many"})
 
 
 def test_a_spike_on_a_curve_that_never_changed_is_found() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal
 
@@ -67,6 +67,9 @@ class Detector:
 
     THRESHOLDS: ClassVar[tuple[str, ...]] = ()  # attributes that say when it alerts
     STATE: ClassVar[tuple[str, ...]] = ()  # attributes that it learns: numbers, or lists of numbers
+    ADDED: ClassVar[
+        tuple[str, ...]
+    ] = ()  # those of them that a state of an older llmtrack lacks: they are learned anew
 
     def update(self, values: Values) -> Finding | None:
         """Look at a row, and return what is wrong with it; None when nothing is.
@@ -88,12 +91,14 @@ class Detector:
         return {name: _copy(getattr(self, name)) for name in self.STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what another one of its kind has learned.
+        """Take over what another one of its kind has learned, also in an older llmtrack.
 
         Raises:
             UsageError: That is not such a state; nothing is changed.
         """
-        taken = {name: _same_kind(self, name, state) for name in self.STATE}
+        named: Collection[str] = state if isinstance(state, Mapping) else ()
+        wanted = [name for name in self.STATE if name in named or name not in self.ADDED]
+        taken = {name: _same_kind(self, name, state) for name in wanted}
         for name, value in taken.items():
             setattr(self, name, value)
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import Final
 
 from .detector import LARGEST, LOSS, Detector, Finding, Values
+
+_APART: Final = 8  # blocks from one to another, between which noise that is correlated wanders
+_WIDE_MEMORY: Final = 100.0  # blocks
+_MOST: Final = 6.0  # deviations that one bend teaches
+_OF_BENDS: Final = 0.512  # a Gaussian's deviation, in how far a point is from the line through two others, twice
 
 
 class Divergence(Detector):
     """Finds a loss whose medians over blocks of points have risen above the lowest of them, and stay there.
 
     A sudden change of level is no divergence: what one block is above the one before, beyond what blocks usually are,
-    is taken off. How far the medians of a quiet curve wander is measured on the curve itself.
+    is taken off. How far the medians of a quiet curve wander is measured on the curve itself: from one to the next, and
+    by how it bends over some blocks, for a curve that wanders bends down as far as up.
 
     Args:
         metric: The metric.
         block: Points of a block.
-        threshold: Rise above the lowest block that is an alert, in deviations of one block from the next.
+        threshold: Rise above the lowest block that is an alert, in deviations of its blocks.
         rise: And as a share of the loss, at least.
         blocks: For so many blocks in a row.
         jump: Deviations between two blocks that are a change of level.
@@ -32,7 +39,8 @@ class Divergence(Detector):
     cooldown = 500
 
     THRESHOLDS = ("block", "threshold", "rise", "blocks", "jump", "warmup", "memory", "patience")
-    STATE = ("seen", "values", "last", "lowest", "deviation", "above", "high_for")
+    STATE = ("seen", "values", "last", "lowest", "deviation", "wide", "past", "above", "high_for")
+    ADDED = ("wide", "past")
 
     def __init__(
         self,
@@ -62,6 +70,8 @@ class Divergence(Detector):
         self.last = 0.0  # median of the last block
         self.lowest = 0.0
         self.deviation = 0.0
+        self.wide = 0.0  # the same of blocks that are some blocks apart: more, where the noise is correlated
+        self.past: list[float] = []  # medians of the last blocks
         self.above = 0  # blocks in a row
         self.high_for = 0  # blocks since the alert; 0 when there is none
         self._finding: Finding | None = None
@@ -94,7 +104,8 @@ class Divergence(Detector):
         else:
             self.deviation += (min(abs(change), limit) / 1.128 - self.deviation) / self.memory
         self.lowest = min(self.lowest, now)
-        least = max(self.threshold * self.deviation, self.rise * abs(self.lowest))
+        self._see_wandering(now)
+        least = max(self.threshold * max(self.deviation, self.wide), self.rise * abs(self.lowest))
         self.above = self.above + 1 if now - self.lowest > least else 0
         if self.high_for:
             return self._go_on(now, least)
@@ -102,6 +113,17 @@ class Divergence(Detector):
             return None
         self.high_for = 1
         return self._say(now)
+
+    def _see_wandering(self, now: float) -> None:
+        """Learn from where the curve bends down: what bends it up may be what is looked for, or the end of its fall."""
+        past = self.past
+        past.append(now)
+        if len(past) <= 2 * _APART:
+            return
+        bend = 2.0 * past[_APART] - past.pop(0) - now
+        if bend > 0.0:
+            bend = min(bend, _MOST * max(self.deviation, self.wide))
+            self.wide += (_OF_BENDS * bend - self.wide) / _WIDE_MEMORY
 
     def _go_on(self, now: float, least: float) -> Finding | None:
         self.high_for += 1
@@ -115,7 +137,7 @@ class Divergence(Detector):
         return self._say(now)
 
     def _say(self, now: float) -> Finding:
-        score = (now - self.lowest) / max(self.deviation, 1e-300)
+        score = (now - self.lowest) / max(self.deviation, self.wide, 1e-300)
         message = (
             f"{self._metric} has risen from {self.lowest:.4g} to {now:.4g}, slowly; both are medians of "
             f"{self.block} points"

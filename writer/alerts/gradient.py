@@ -5,28 +5,28 @@ from __future__ import annotations
 from math import exp, log
 from typing import Final
 
-from .detector import GRAD_NORM, LARGEST, Detector, Finding, Values, short
+from .detector import GRAD_NORM, LARGEST, Finding, Values, short
+from .noise import NoisyDetector
 
 _CLIP: Final = 2.5  # scales that one point may teach
 _MEAN_OF_ABS: Final = 1.2533  # a Gaussian's deviation, in its mean distance from the mean
-_HIGH_SHARE: Final = 0.002  # of points that are to be beyond the limit for a pair
-_TAIL_KEPT: Final = 1 - 1 / 20_000  # of the memory of the largest distance, at every point
 _END: Final = 2.5  # scales below which an event ends
 _TREND: Final = 0.05  # share of what the mean learns that the trend learns
 _FORGETS: Final = 4  # at the start the scale is that of the last quarter: the norm falls, too
 
 
-class GradientSpike(Detector):
+class GradientSpike(NoisyDetector):
     """Finds a gradient norm far above what it was, on a logarithmic scale, where its heavy tails are shorter.
 
     Single points far out are common and mean nothing; two in a row are rare. So two in a row are an alert beyond a
-    limit that one point in 500 reaches, and one alone only much farther out. Both limits follow the run's own tails.
+    limit that few points reach, and one alone only much farther out. Both limits follow the run's own tails.
 
     Args:
         metric: The metric.
-        threshold: Scales above the mean of the logarithm at which a point alone is an alert.
+        threshold: Scales above the mean of the logarithm at which a point alone is an alert, at least.
         pair_threshold: Scales beyond which two points in a row are one, at least.
-        tail_factor: A point alone must be so many times as far out as the farthest of the last 20,000 or so.
+        chance: How likely noise with this norm's own tail may be beyond the limit for one point.
+        pair_chance: And beyond that for each of two in a row.
         ratio: A norm less than so many times the usual one is no alert.
         floor: The least scale of the logarithm, for norms that are all but constant.
         warmup: Points before the first alert.
@@ -41,7 +41,8 @@ class GradientSpike(Detector):
     THRESHOLDS = (
         "threshold",
         "pair_threshold",
-        "tail_factor",
+        "chance",
+        "pair_chance",
         "ratio",
         "floor",
         "warmup",
@@ -49,7 +50,7 @@ class GradientSpike(Detector):
         "scale_memory",
         "patience",
     )
-    STATE = ("seen", "mean", "trend", "scale", "high", "tail", "last_score", "high_for")
+    STATE = ("seen", "mean", "trend", "scale", "high_for", *NoisyDetector.NOISE_STATE)
 
     def __init__(
         self,
@@ -57,7 +58,8 @@ class GradientSpike(Detector):
         *,
         threshold: float = 20.0,
         pair_threshold: float = 4.0,
-        tail_factor: float = 1.5,
+        chance: float = 2e-6,
+        pair_chance: float = 1e-3,
         ratio: float = 1.5,
         floor: float = 0.02,
         warmup: int = 50,
@@ -65,10 +67,12 @@ class GradientSpike(Detector):
         scale_memory: float = 200.0,
         patience: int = 60,
     ) -> None:
+        super().__init__()
         self.metrics = (metric,)
         self.threshold = threshold
         self.pair_threshold = pair_threshold
-        self.tail_factor = tail_factor
+        self.chance = chance
+        self.pair_chance = pair_chance
         self.ratio = ratio
         self.floor = floor
         self.warmup = warmup
@@ -81,9 +85,6 @@ class GradientSpike(Detector):
         self.mean = 0.0  # of the logarithm
         self.trend = 0.0
         self.scale = 0.0  # mean distance from it
-        self.high = pair_threshold  # scales that one point in 500 exceeds
-        self.tail = 0.0
-        self.last_score = 0.0
         self.high_for = 0
 
     def update(self, values: Values) -> Finding | None:
@@ -98,33 +99,21 @@ class GradientSpike(Detector):
             return None
         distance = height - self.mean - self.trend
         scale = max(_MEAN_OF_ABS * self.scale, self.floor)
-        score = distance / scale
+        off = distance / scale
         if self.high_for:
-            return self._go_on(value, height, score)
-        pair_limit = max(self.pair_threshold, self.high)
-        if (
-            score > pair_limit
-            and distance > self._log_ratio
-            and seen > self.warmup
-            and (self.last_score > pair_limit or score > max(self.threshold, self.tail_factor * self.tail))
-        ):
+            return self._go_on(value, height, off)
+        score = self.score(off)
+        if score > self.pair_threshold and distance > self._log_ratio and seen > self.warmup and self.is_spike(score):
             self.high_for = 1
-            self.last_score = 0.0
-            return self._finding(value, score)
-        self._learn(distance, scale, score)
+            self.forget_last()
+            return self._finding(value, off)
+        self._learn(distance, scale, off, score)
         return None
 
-    def _learn(self, distance: float, scale: float, score: float) -> None:
+    def _learn(self, distance: float, scale: float, off: float, score: float) -> None:
         seen = self.seen
         if seen > self.warmup:
-            last, self.last_score = self.last_score, score
-            if last > self.high:
-                if score < self.pair_threshold:  # it stood alone: the tails are as long as that
-                    self.high += 1.0 - _HIGH_SHARE
-                    self.tail = max(self.tail, last)
-            else:
-                self.high -= _HIGH_SHARE
-            self.tail *= _TAIL_KEPT
+            self.learn_noise(off, score)
             limit = _CLIP * scale
             if distance > limit:
                 distance = limit

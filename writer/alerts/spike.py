@@ -6,7 +6,8 @@ from math import sqrt
 from statistics import median
 from typing import Final
 
-from .detector import LARGEST, LOSS, Detector, Finding, Values, short
+from .detector import LARGEST, LOSS, Finding, Values, short
+from .noise import NoisyDetector
 
 _CLIP: Final = 3.5  # deviations that one point may teach
 _TREND: Final = 0.1  # share of what the level learns that the trend learns
@@ -16,25 +17,24 @@ _TREND_KEPT: Final = 0.97  # of the trend at every point of an event
 _FORGETS: Final = 6.0  # at the start the noise is that of the last sixth of the curve: it was larger in the fall
 _QUANTUM_GROWTH: Final = 1.001  # at every point: a value may lose precision later on
 _COARSEST: Final = 1 / 128  # of a value: the largest step of bfloat16; a longer one is a change of the loss itself
-_ALONE: Final = 2.0  # deviations of the next point up to which one far out stood alone, and was noise
 _END: Final = 3.0  # deviations below which an event ends
 _RECENT: Final = 15  # values from which a new level is made
-_TAIL_KEPT: Final = 1 - 1 / 20_000  # of the memory of the largest deviation, at every point
 
 
-class LossSpike(Detector):
+class LossSpike(NoisyDetector):
     """Finds a loss that is far above where its curve was to go.
 
     The curve is followed by a moving level and trend, so that the steep fall at the start neither hides a spike nor is
     one; the noise is measured around it. No point teaches more than it would if it were just beyond the noise, and
     those of a spike teach nothing. A level that has not come back is the new level. Noise with heavy tails raises the
-    threshold by itself: what the run does all the time is no alert.
+    thresholds by itself: what the run does all the time is no alert.
 
     Args:
         metric: The metric.
-        threshold: Deviations above the curve at which a point is an alert.
-        pair_threshold: Deviations at which two points in a row are one.
-        tail_factor: A point must be so many times as far out as the farthest of the last 20,000 or so that were none.
+        threshold: Deviations above the curve at which a point is an alert, at least.
+        pair_threshold: Deviations at which two points in a row are one, at least.
+        chance: How likely noise with this curve's own tail may be beyond the limit for one point.
+        pair_chance: And beyond that for each of two in a row.
         floor: The least that counts as a deviation, as a share of the loss: for curves that are all but constant.
         quanta: The least that counts as a spike, in the smallest step the values take: for a loss in bfloat16.
         warmup: Points before the first alert.
@@ -49,7 +49,8 @@ class LossSpike(Detector):
     THRESHOLDS = (
         "threshold",
         "pair_threshold",
-        "tail_factor",
+        "chance",
+        "pair_chance",
         "floor",
         "quanta",
         "warmup",
@@ -57,7 +58,17 @@ class LossSpike(Detector):
         "noise_memory",
         "patience",
     )
-    STATE = ("seen", "last", "quantum", "mean", "trend", "variance", "tail", "last_score", "high_for", "recent")
+    STATE = (
+        "seen",
+        "last",
+        "quantum",
+        "mean",
+        "trend",
+        "variance",
+        "high_for",
+        "recent",
+        *NoisyDetector.NOISE_STATE,
+    )
 
     def __init__(
         self,
@@ -65,7 +76,8 @@ class LossSpike(Detector):
         *,
         threshold: float = 7.0,
         pair_threshold: float = 4.0,
-        tail_factor: float = 1.7,
+        chance: float = 2e-6,
+        pair_chance: float = 3e-4,
         floor: float = 0.0005,
         quanta: float = 4.0,
         warmup: int = 30,
@@ -73,10 +85,12 @@ class LossSpike(Detector):
         noise_memory: float = 200.0,
         patience: int = 50,
     ) -> None:
+        super().__init__()
         self.metrics = (metric,)
         self.threshold = threshold
         self.pair_threshold = pair_threshold
-        self.tail_factor = tail_factor
+        self.chance = chance
+        self.pair_chance = pair_chance
         self.floor = floor
         self.quanta = quanta
         self.warmup = warmup
@@ -90,8 +104,6 @@ class LossSpike(Detector):
         self.mean = 0.0
         self.trend = 0.0
         self.variance = 0.0
-        self.tail = 0.0
-        self.last_score = 0.0
         self.high_for = 0  # points since the event began; 0 when there is none
         self.recent: list[float] = []  # values of the event
 
@@ -116,38 +128,34 @@ class LossSpike(Detector):
         # A curve that did not change so far has no step but that of its spike.
         self.quantum = min(self.quantum, _COARSEST * size)
         deviation = max(sqrt(self.variance), self.floor * size, 1e-300)
-        score = residual / deviation
+        off = residual / deviation
         if self.high_for:
-            return self._go_on(value, expected, score)
-        excess = max(self.tail_factor * self.tail / self.threshold, 1.0)
-        pair_limit = self.pair_threshold * max(self.tail / self.threshold, 1.0)
+            return self._go_on(value, expected, off)
+        score = self.score(off)
         if (
-            score > pair_limit
-            and (score > self.threshold * excess or self.last_score > pair_limit)
+            score > self.pair_threshold
             and seen > self.warmup
             and residual >= self.quanta * self.quantum
+            and self.is_spike(score)
         ):
             self.high_for = 1
             self.recent = [value]
-            self.last_score = 0.0
-            return self._finding(value, expected, score)
-        self._learn(value, expected, residual, deviation, score)
+            self.forget_last()
+            return self._finding(value, expected, off)
+        self._learn(value, expected, deviation, off, score)
         return None
 
-    def _learn(self, value: float, expected: float, residual: float, deviation: float, score: float) -> None:
-        seen = self.seen
+    def _learn(self, value: float, expected: float, deviation: float, off: float, score: float) -> None:
+        seen, residual = self.seen, value - expected
         share = min(max(_YOUNG / (seen + 2.0), 1.0 / self.memory), 1.0)
         if seen > self.warmup:
-            last, self.last_score = self.last_score, score
-            if last < -_CLIP and score < -_CLIP:  # the curve has fallen: nobody minds, and the noise is what it was
+            if (
+                self.last_score < -_CLIP and score < -_CLIP
+            ):  # the curve has fallen: nobody minds, the noise is as it was
                 self.mean = value
-                self.last_score = 0.0
+                self.forget_last()
                 return
-            if last > _CLIP and score < _ALONE:
-                self.tail = max(self.tail, last)
-            elif last < -_CLIP:
-                self.tail = max(self.tail, -last)
-            self.tail *= _TAIL_KEPT
+            self.learn_noise(off, score)
             limit = _CLIP * deviation
             if residual > limit:
                 residual = limit
@@ -164,7 +172,7 @@ class LossSpike(Detector):
         self.recent = [*self.recent[1 - _RECENT :], value]
         if score < _END:
             self.high_for = 0
-            self._learn(value, expected, value - expected, max(sqrt(self.variance), 1e-300), score)
+            self._learn(value, expected, max(sqrt(self.variance), 1e-300), score, score)
             return None
         if self.high_for > self.patience:
             self.high_for = 0

@@ -15,7 +15,10 @@ _LEAST_POINTS: Final = 4  # that the sum takes to come to its threshold, however
 _SUDDEN_POINTS: Final = 3  # in a row, and about the same: three pauses are not
 _STEADY: Final = 0.05  # share of the baseline that they may differ by, at least
 _STEADY_DEVIATIONS: Final = 8.0
-_DEVIATION_MEMORY: Final = 100.0  # points
+_DEVIATION_MEMORY: Final = 1000.0  # points: longer than what declines slowly takes
+_JITTER_MEMORY: Final = 100.0  # points
+_OF_CHANGES: Final = 0.886  # a Gaussian's deviation, in the mean distance of two of its points
+_MOST_WEIGHT: Final = 10.0  # so many times the sum that is an alert, at most
 _DOUBTS: Final = 4.0  # so many times as slowly it learns from what may be the beginning of a drop
 _FIRST_DEVIATION: Final = 2.2  # of few points that are alike: half as much again as their median distance says
 _OF_ABS: Final = 1.2533  # a Gaussian's deviation, in its mean distance from the mean
@@ -27,7 +30,9 @@ class ThroughputDrop(Detector):
     """Finds a lasting drop of the throughput by a cumulative sum, and says of a large one that it is large.
 
     Looked at is the median of the last five points, so that a pause which nobody marked, for an evaluation or a
-    checkpoint, is nothing. A throughput that rose, or that stayed down, becomes the new baseline.
+    checkpoint, is nothing. A throughput that rose, or that stayed down, becomes the new baseline. Where the noise is
+    correlated, as that of a shared network is, the sum must be larger: by how much the run itself says, by how far two
+    medians near each other differ, and how far from the baseline they are.
 
     Args:
         metric: The metric.
@@ -57,7 +62,21 @@ class ThroughputDrop(Detector):
         "memory",
         "patience",
     )
-    STATE = ("seen", "recent", "first", "base", "deviation", "total", "below", "above", "low_for")
+    ADDED = ("jitter", "past", "gain")
+    STATE = (
+        "seen",
+        "recent",
+        "first",
+        "base",
+        "deviation",
+        "jitter",
+        "past",
+        "total",
+        "gain",
+        "below",
+        "above",
+        "low_for",
+    )
 
     def __init__(
         self,
@@ -69,7 +88,7 @@ class ThroughputDrop(Detector):
         threshold: float = 0.1,
         threshold_deviations: float = 10.0,
         warmup: int = 25,
-        memory: float = 500.0,
+        memory: float = 3000.0,
         patience: int = 200,
     ) -> None:
         self.metrics = (metric,)
@@ -87,7 +106,10 @@ class ThroughputDrop(Detector):
         self.first: list[float] = []  # medians of the warm-up
         self.base = 0.0
         self.deviation = 0.0  # of the median from the baseline, as a share
-        self.total = 0.0
+        self.jitter = 0.0  # the same of two medians that have no point in common
+        self.past: list[float] = []  # medians of the last points
+        self.total = 0.0  # of what is below the baseline, beyond the slack
+        self.gain = 0.0  # of what is above it
         self.below = 0  # points in a row with a sudden drop
         self.above = 0  # points in a row beyond the baseline or, in an event, back at it
         self.low_for = 0  # points since the event began; 0 when there is none
@@ -124,9 +146,10 @@ class ThroughputDrop(Detector):
         short = 1.0 - now / self.base
         if self.low_for:
             return self._go_on(now, short)
-        slack = max(self.slack, self.slack_deviations * self.deviation)
+        deviation = max(self.deviation, self.jitter)
+        slack = max(self.slack, self.slack_deviations * deviation)
         slack *= 1.0 + _YOUNG * self.warmup / self.seen  # the baseline is of few points
-        limit = max(self.threshold, self.threshold_deviations * self.deviation)
+        limit = max(self.threshold, self.threshold_deviations * deviation * self._weight(deviation))
         self.total = max(self.total + min(short - slack, limit / _LEAST_POINTS), 0.0)
         if value < (1.0 - self.sudden) * self.base:
             self.below += 1
@@ -137,7 +160,7 @@ class ThroughputDrop(Detector):
             self.low_for = 1
             self.above = 0
             return self._say(value if is_sudden else now, is_sudden=is_sudden)
-        self._learn(now, short, slack)
+        self._learn(now, short, slack, limit)
         return None
 
     def _is_steady(self, values: list[float]) -> bool:
@@ -148,26 +171,31 @@ class ThroughputDrop(Detector):
         if len(self.first) >= self.warmup:
             self.base = median(self.first)
             changes = [abs(one - self.base) for one in self.first]
-            self.deviation = _FIRST_DEVIATION * median(changes) / self.base
+            self.deviation = self.jitter = _FIRST_DEVIATION * median(changes) / self.base
             self.first = []
 
-    def _learn(self, now: float, short: float, slack: float) -> None:
-        if short < -slack:
-            self.above += 1
-            if self.above > _FILTER:  # faster for good: a larger batch, a node that came back
-                self.base, self.above, self.total = now, 0, 0.0
-                return
-        else:
-            self.above = 0
+    def _weight(self, deviation: float) -> float:
+        """Return how many times the evidence is needed: correlated points say less, and stay down together."""
+        news = (self.jitter / deviation) ** 2 if deviation else 1.0  # share of its variance
+        return min((2.0 - news) / max(news, 1e-9), _MOST_WEIGHT)
+
+    def _learn(self, now: float, short: float, slack: float, limit: float) -> None:
+        self.gain = max(self.gain + min(-short - slack, limit / _LEAST_POINTS), 0.0)
+        if self.gain > limit:  # faster for good: a larger batch, a node that came back
+            self.base, self.gain, self.total = now, 0.0, 0.0
+            return
         learned = self.seen - _SKIPPED
         share = 1.0 / min(max(learned, self.warmup), self.memory)
-        distance = min(abs(short), 4 * max(self.deviation, self.slack / 4))
-        memory = _DEVIATION_MEMORY
-        if self.total:
-            memory *= _DOUBTS
-        else:  # what may be the beginning of a drop does not move the baseline
-            self.base -= share * max(min(short, slack), -slack) * self.base
-        self.deviation += (_OF_ABS * distance - self.deviation) / memory
+        most = 4 * max(self.deviation, self.jitter, self.slack / 4)
+        self.base -= share * max(min(short, slack), -slack) * self.base
+        doubts = _DOUBTS if self.total else 1.0
+        memory = min(max(learned, self.warmup), _DEVIATION_MEMORY)
+        self.deviation += (_OF_ABS * min(abs(short), most) - self.deviation) / (memory * doubts)
+        past = self.past
+        past.append(now)
+        if len(past) > _FILTER:
+            change = min(abs(now - past.pop(0)) / self.base, most)
+            self.jitter += (_OF_CHANGES * change - self.jitter) / _JITTER_MEMORY
 
     def _go_on(self, now: float, short: float) -> Finding | None:
         self.low_for += 1
@@ -176,7 +204,7 @@ class ThroughputDrop(Detector):
             if self.low_for > self.patience:
                 self.base = now
             self.low_for = self.above = self.below = 0
-            self.total = 0.0
+            self.total = self.gain = 0.0
             return None
         return self._say(now)
 
