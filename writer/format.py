@@ -11,6 +11,7 @@ Readers may know what is in this module and in `stream`, and nothing else of the
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -108,6 +109,17 @@ SCHEMAS: Final[dict[str, pa.Schema]] = {
         ],
     }.items()
 }
+
+
+def check_root(root: Path) -> None:
+    """Refuse the folder of a run where the folder that holds runs is meant; whether it is there is not looked at.
+
+    Raises:
+        UsageError: It is called as a run's folder, and holds segments.
+    """
+    whole = Path(os.path.abspath(root))  # of "." too
+    if RUN_FOLDER.fullmatch(whole.name) and any(whole.glob("segment=[0-9]*")):
+        raise UsageError(f"{root} is the folder of a run, not a root", hint=f"give {whole.parent}")
 
 
 def check_run_id(run_id: str) -> str:

@@ -11,6 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from llmtrack import open_run
 from llmtrack.writer.checkpoints.checkpoint import checkpoint_id
 from llmtrack.writer.cli import COMMANDS
 from llmtrack.writer.errors import UsageError
@@ -100,6 +101,36 @@ def test_eval_add_takes_the_current_folder_where_no_root_is_named(
     monkeypatch.chdir(tmp_path)
     call("eval", "add", "--ckpt", CKPT, "--task", "t", "--metric", "m", "--value", "1")
     assert len(list((tmp_path / "evals").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("verify",),
+        ("seal",),
+        ("adopt", "a", "--from", "b", "--tokens", "4"),
+        ("eval", "add", "--ckpt", CKPT, "--task", "t", "--metric", "m", "--value", "1"),
+        ("eval", "import", DATA / "results_0.4.13_with_samples.json", "--ckpt", CKPT),
+    ],
+    ids=lambda arguments: "-".join(str(word) for word in arguments[:2]),
+)
+def test_the_folder_of_a_run_is_no_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str | Path, ...]
+) -> None:
+    """It would look like a root without runs, in which all is well; it is refused, from within it too."""
+    with open_run(tmp_path, run_id="a") as run:
+        run.log({"loss": 1.0}, step=1, tokens=10)
+    folder = run_folder(tmp_path, "a")
+    monkeypatch.chdir(folder)
+    before = sorted(tmp_path.rglob("*"))
+    for root in (folder, Path()):
+        error = call(*arguments, "--root", root).exception
+        assert isinstance(error, UsageError)
+        assert "is the folder of a run, not a root" in str(error)
+        assert str(tmp_path) in error.hint
+    with pytest.raises(UsageError, match="not a root"):
+        open_run(folder)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_details_that_are_no_json_are_refused(tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ class Cadence:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read {path}: {error}", hint="`llmtrack plan --default` prints a table") from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(f"cannot read {path}: {why}", hint="`llmtrack plan --default` prints a table") from error
         return cls.parse(text, str(path))
 
     @classmethod

@@ -27,6 +27,7 @@ from llmtrack.writer.format import (
     RUN_FOLDER,
     SCHEMAS,
     SEGMENT_FOLDER,
+    check_root,
     run_folder,
 )
 from llmtrack.writer.log.publish import publish, sync_folder
@@ -182,6 +183,7 @@ def write_evals(
     try:
         if not where.is_dir():
             raise UsageError(f"there is no root {where}", hint="give the folder that holds the runs, or create it")
+        check_root(where)
         place = find_checkpoint(where, ckpt_id, run_id=run_id)
         if place is not None and tokens is not None and tokens != place.tokens:
             raise UsageError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from llmtrack.writer.errors import UsageError
-from llmtrack.writer.format import check_run_id, run_folder, segment_folder
+from llmtrack.writer.format import check_root, check_run_id, run_folder, segment_folder
 from llmtrack.writer.plain import Json
 
 from .path import UNBOUNDED
@@ -147,6 +147,7 @@ def open_segment(
     wanted = recipe_json(recipe)
     resumed = None if checkpoint is None else _read_checkpoint(checkpoint)
     place = None if resumed is None else resumed.place
+    check_root(root)
     records = Records(root)
     if place is not None:
         _check_place(records, place)

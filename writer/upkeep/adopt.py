@@ -15,6 +15,7 @@ from llmtrack.writer.format import (
     SCHEMAS,
     SEALED_SUFFIX,
     adoption_folder,
+    check_root,
     check_run_id,
     segment_folder,
 )
@@ -76,6 +77,7 @@ def adopt(
         LlmtrackError: The storage refused.
         VersionError: Written by a newer llmtrack.
     """
+    check_root(root)
     records = Records(root)
     for name in (run_id, from_run):
         if not records.segments(check_run_id(name)):

@@ -12,7 +12,7 @@ from typing import Final
 import pyarrow as pa
 
 from llmtrack.writer.errors import FormatError, LlmtrackError, UsageError
-from llmtrack.writer.format import HEARTBEAT, OPEN_SUFFIX, RUN_FOLDER, SEGMENT_FOLDER, part_name
+from llmtrack.writer.format import HEARTBEAT, OPEN_SUFFIX, RUN_FOLDER, SEGMENT_FOLDER, check_root, part_name
 from llmtrack.writer.log.seal import list_parts, seal_segment
 from llmtrack.writer.log.stream import read_part
 
@@ -47,10 +47,11 @@ def seal_root(root: Path, *, run: str = "*", silence_s: float = DEFAULT_SILENCE_
         silence_s: Seconds without a heartbeat after which a writer counts as gone.
 
     Raises:
-        UsageError: There is no such folder.
+        UsageError: There is no such folder, or it is the folder of a run.
     """
     if not root.is_dir():
         raise UsageError(f"there is no root at {root}", hint="give the folder that open_run was given")
+    check_root(root)
     for run_path in sorted(root.iterdir()):
         name = RUN_FOLDER.fullmatch(run_path.name)
         if name is None or not fnmatchcase(name[1], run):

@@ -21,6 +21,7 @@ from llmtrack.writer.format import (
     RUN_FOLDER,
     SEALED_SUFFIX,
     SEGMENT_FOLDER,
+    check_root,
 )
 from llmtrack.writer.log.seal import list_copies, verify_sealed
 from llmtrack.writer.log.stream import read_part
@@ -89,10 +90,11 @@ def verify(root: Path, *, deep: bool = False) -> Report:
         deep: Decode sealed parts.
 
     Raises:
-        UsageError: There is no such folder.
+        UsageError: There is no such folder, or it is the folder of a run.
     """
     if not root.is_dir():
         raise UsageError(f"there is no root at {root}", hint="give the folder that open_run was given")
+    check_root(root)
     report = Report()
     for run in _folders(root, RUN_FOLDER):
         report.runs += 1
