@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -55,6 +56,7 @@ class Journal:
         self._unsaid: dict[str, dict[str, int]] = {}  # points by kind, by run
         self._said_s: dict[str, float] = {}
         self._errors: dict[str, str] = {}
+        self._unreadable: dict[str, bool] = {}  # whether it was said, by what it is
         self._outage_s: float | None = None  # when it was last said
         self._outage_began_s = 0.0
         self.reports: dict[str, Report] = {}  # the last one of each run, with what was sent since the beginning
@@ -147,11 +149,33 @@ class Journal:
                 text = error.replace("\n", " ")
                 self.say("failed", f"{run_id}: incomplete: {text}", level="error", run_id=run_id, error=error)
 
+    def unreadable(self, reasons: Mapping[str, str]) -> None:
+        """Hear what could not be read at the last look, and why; what lasts is said once, and that it is over.
+
+        Args:
+            reasons: By run; the root as a whole is called root.
+        """
+        with self._lock:
+            for run_id, why in reasons.items():
+                is_said = self._unreadable.get(run_id)
+                if is_said is False:  # a moment's failure is overcome at the next look
+                    text = f"{run_id}: incomplete: cannot be read: {why}"
+                    self.say("failed", text, level="error", run_id=run_id, error=f"cannot be read: {why}")
+                self._unreadable[run_id] = is_said is not None
+            for run_id in self._unreadable.keys() - reasons.keys():
+                if self._unreadable.pop(run_id):
+                    self.say("recovered", f"{run_id}: can be read again", run_id=run_id)
+
+    def recovered(self, what: str) -> None:
+        """Hear that what failed is well again; what did not is of no interest."""
+        with self._lock:
+            if self._errors.pop(what, None) is not None:
+                self.say("recovered", f"{what}: complete again", run_id=what)
+
     def succeeded(self, run_id: str) -> None:
         """Hear that the tracker has everything of a run."""
         with self._lock:
-            if self._errors.pop(run_id, None) is not None:
-                self.say("recovered", f"{run_id}: complete again", run_id=run_id)
+            self.recovered(run_id)
             if self._outage_s is not None:
                 seconds = time.monotonic() - self._outage_began_s
                 self._outage_s = None

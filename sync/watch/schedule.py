@@ -47,6 +47,7 @@ class _Entry:
     served_s: float = -math.inf  # when it last had its turn
     was_synced: bool = False
     is_small: bool = False
+    is_gone: bool = False
 
     def is_due(self, now: float) -> bool:
         """Whether it has something to sync, and its time has come."""
@@ -70,6 +71,7 @@ class Schedule:
     ) -> None:
         """Hear that a run has, or may have, something to sync."""
         entry = self._runs.setdefault(run_id, _Entry(urgency))
+        entry.is_gone = False
         entry.urgency = min(urgency, entry.urgency) if entry.is_dirty else urgency
         entry.parents, entry.is_small = frozenset(parents), is_small
         if entry.task is not None:
@@ -78,8 +80,12 @@ class Schedule:
             entry.is_dirty, entry.dirty_s = True, now
 
     def forget(self, run_id: str) -> None:
-        """Hear that a run is gone."""
-        self._runs.pop(run_id, None)
+        """Hear that a run is gone; one that is under way is known until that ends, so that it is not begun twice."""
+        entry = self._runs.get(run_id)
+        if entry is not None and entry.task is not None:
+            entry.is_gone, entry.is_dirty_again = True, False
+        else:
+            self._runs.pop(run_id, None)
 
     def take(self, now: float) -> list[str]:
         """Return what is to be synced next, and count it as under way; nothing when nothing is ready.
@@ -208,6 +214,9 @@ class Schedule:
         if entry is None:
             return None
         entry.task = None
+        if entry.is_gone:
+            del self._runs[run_id]
+            return None
         if entry.is_dirty_again:
             entry.is_dirty, entry.dirty_s, entry.is_dirty_again = True, now, False
         return entry

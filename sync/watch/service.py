@@ -321,7 +321,7 @@ class Service:
                     look_s = now + min(self._stalls.interval_s, self._interval_s)
                     self._look(now)
             except OSError as error:  # storage that fails: it is looked at again in a while
-                self._journal.failed("root", f"cannot be read: {error}")
+                self._journal.unreadable(self._unreadable() | {"root": str(error)})
             if now >= save_s:
                 self._lock.beat()
                 self._save()
@@ -364,8 +364,7 @@ class Service:
         for run_id in sorted(self._scanner.late):
             self._offer(self._ledger.reread(run_id))
         self._scanner.late.clear()
-        for run_id, why in self._scanner.unreadable.items():
-            self._journal.failed(run_id or "root", f"cannot be read: {why}")
+        self._journal.unreadable(self._unreadable())
         if self._events is not None and not (self._trust.compare(changed) and self._events.is_alive()):
             self._events.stop()
             self._events = None
@@ -378,6 +377,9 @@ class Service:
         # What was away for a moment when the small tables were read is there again.
         changed |= self._scanner.readable() - self._ledger.runs.keys()
         self._take_in(changed, now)
+
+    def _unreadable(self) -> dict[str, str]:
+        return {run_id or "root": why for run_id, why in self._scanner.unreadable.items()}
 
     def _take_in(self, changed: Collection[str], now: float) -> None:
         """Read the small tables of runs that changed, and let them be synced."""
@@ -628,6 +630,7 @@ class Service:
         try:
             self._record.save(record.record_path(self._folder, self._settings.root))
             self._has_unsaved = False
+            self._journal.recovered("state")
         except OSError as error:
             self._journal.failed("state", f"{self._folder} cannot be written: {error.strerror}")
 

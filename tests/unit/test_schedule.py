@@ -198,3 +198,19 @@ def test_a_tracker_that_is_back_is_asked_at_once() -> None:
     assert schedule.take(1) == []
     schedule.hurry(schedule.pending())
     assert schedule.take(1) == ["a"]
+
+
+def test_a_run_that_is_gone_and_back_while_it_is_synced_is_not_begun_twice() -> None:
+    """Storage that said for a moment that its folder is not there."""
+    schedule = Schedule(jobs=2)
+    schedule.mark("a", LIVE, 0)
+    assert schedule.take(1) == ["a"]
+    schedule.forget("a")
+    schedule.mark("a", LIVE, 2)
+    assert schedule.take(3) == []
+    schedule.done("a", 4)
+    assert schedule.take(100) == ["a"]
+    schedule.forget("a")
+    schedule.done("a", 101)
+    assert schedule.pending() == []
+    assert schedule.take(200) == []
