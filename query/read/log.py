@@ -7,6 +7,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -54,7 +55,14 @@ _QUIET_S: Final = 300.0  # without a write: network file systems show one after 
 _DECODE_BYTES: Final = 32 << 20  # of messages decoded together: ten times that in memory
 _DECODE_PARTS: Final = 500  # likewise: what is read, decoded and joined while still in the processor's cache is faster
 
+# Segments are listed, and their new sealed parts looked at, by several threads: each waits for the storage most of the
+# time, and holds one sealed part at most. For a few segments threads take longer to start.
+_SURVEY_THREADS: Final = 4
+_SURVEY_AHEAD_FROM: Final = 16
+_SURVEYED_TOGETHER: Final = 16
+
 _Key = tuple[str, int]  # run_id, segment
+_Survey = tuple[Listing, dict[int, Sealed]]
 
 
 @dataclass
@@ -253,7 +261,9 @@ class Log:
         if changed is not None:
             wanted &= set(changed)
         while wanted:
-            new = [pair for run_id in sorted(wanted) for pair in self._list_run(run_id, news)]
+            changing = [segment for run_id in sorted(wanted) for segment in self._list_run(run_id, news)]
+            surveys = zip(changing, self._survey_all(changing), strict=True)
+            new = [(segment, self._take_in(segment, survey, news)) for segment, survey in surveys]
             self._read_small(new, news)
             listed += new
             done |= wanted
@@ -295,8 +305,8 @@ class Log:
             if name.endswith(SEALED_SUFFIX) and not self._evals.get(path):
                 self._evals[path] = self._is_sound(path, check_sealed(path).fault)  # small, and all are opened at once
 
-    def _list_run(self, run_id: str, news: News) -> Iterator[tuple[_Segment, Listing]]:
-        """Yield the segments in which something may have changed, and their files."""
+    def _list_run(self, run_id: str, news: News) -> Iterator[_Segment]:
+        """Yield the segments in which something may have changed."""
         folder = f"{self.root}/run_id={run_id}"
         names = list_names(folder)
         if EVALS_FOLDER in names:
@@ -316,14 +326,32 @@ class Log:
             segment = segments[number]
             # One that ended and is sealed does not change any more.
             if not segment.ended or any(table == "metrics" for table, _ in segment.open):
-                yield segment, self._list_segment(segment, news)
+                yield segment
 
-    def _list_segment(self, segment: _Segment, news: News) -> Listing:
+    def _survey(self, segment: _Segment) -> _Survey:
+        """Return the files of a segment, and what is in the sealed parts that were not yet seen whole."""
         listing = list_segment(segment.folder)
+        # A copy that is under way may be whole the next time.
+        new = (part for part in sorted(listing.sealed) if not segment.sealed.get(part))
+        return listing, {part: self._look(segment.sealed_path(part)) for part in new}
+
+    def _survey_all(self, segments: Sequence[_Segment]) -> Iterator[_Survey]:
+        """Yield a survey of each segment; several are made at once, because storage takes its time to answer."""
+        if len(segments) < _SURVEY_AHEAD_FROM:
+            yield from map(self._survey, segments)
+            return
+        some = max(min(_SURVEYED_TOGETHER, len(segments) // (4 * _SURVEY_THREADS)), 1)
+        pieces = [segments[first : first + some] for first in range(0, len(segments), some)]
+        with ThreadPoolExecutor(_SURVEY_THREADS, "llmtrack-survey") as pool:
+            for surveys in pool.map(lambda piece: list(map(self._survey, piece)), pieces):
+                yield from surveys
+
+    def _take_in(self, segment: _Segment, survey: _Survey, news: News) -> Listing:
+        listing, looks = survey
         for part in sorted(listing.sealed):
-            if not segment.sealed.get(part):  # a copy that is under way may be whole the next time
+            if part in looks:
                 path = segment.sealed_path(part)
-                look = segment.looks[part] = self._look(path)
+                look = segment.looks[part] = looks[part]
                 fault, segment.first_tokens[part] = look.fault, look.first_tokens
                 original = None if fault else segment.copied_from(part)
                 if original is not None:
@@ -400,7 +428,7 @@ class Log:
         """Read the heartbeat and the new points of a segment; list it again when its parts vanish meanwhile."""
         for attempt in range(_TRIES):
             if attempt or (points and not segment.ended):  # what was written since its records were read counts too
-                listing = self._list_segment(segment, news)
+                listing = self._take_in(segment, self._survey(segment), news)
             if not segment.ended and listing.has_heartbeat:
                 segment.heartbeat = read_heartbeat(f"{segment.folder}/{HEARTBEAT}") or segment.heartbeat
             needed = points or not (segment.ended or segment.heartbeat)

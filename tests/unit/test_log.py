@@ -6,6 +6,7 @@ import datetime as dt
 import os
 import shutil
 import struct
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmtrack.query import connect
-from llmtrack.query.read.files import Listing
+from llmtrack.query.read import log as log_module
+from llmtrack.query.read.files import Listing, Sealed
 from llmtrack.query.read.log import Log, News, _Segment
 from llmtrack.query.read.points import Packed
 from llmtrack.writer.errors import UsageError
-from llmtrack.writer.format import SCHEMAS, part_name, segment_folder
+from llmtrack.writer.format import SCHEMAS, SEALED_SUFFIX, part_name, segment_folder
 from llmtrack.writer.log.seal import seal_part
 from llmtrack.writer.log.stream import PartWriter, _check, _sign, encode_batch, encode_head
 from tests.handmade import DAY, write_heartbeat, write_part, write_segment
@@ -285,12 +287,12 @@ class _SealsMeanwhile(Log):
 
     to_seal: Path | None = None
 
-    def _list_segment(self, segment: _Segment, news: News) -> Listing:
-        listing = super()._list_segment(segment, news)
+    def _survey(self, segment: _Segment) -> tuple[Listing, dict[int, Sealed]]:
+        survey = super()._survey(segment)
         if self.to_seal is not None:
             seal_part(self.to_seal)
             self.to_seal = None
-        return listing
+        return survey
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -519,3 +521,30 @@ def test_a_dead_segment_that_was_sealed_says_how_far_it_came(tmp_path: Path, fol
     log.read()
     ((_, _, place),) = log.reached()
     assert (place.tokens, place.step) == (500, 500)
+
+
+def test_many_segments_are_surveyed_by_several_threads_and_come_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their damage and their copies, as one after the other."""
+    for number in range(1, 41):
+        folder = write_segment(
+            tmp_path, Segment("a", number, points=[Point(number, "loss", float(number))]), sealed=True
+        )
+        part = folder / part_name("metrics", 1, SEALED_SUFFIX)
+        if number % 7 == 0:
+            part.write_bytes(part.read_bytes()[:-9] + b"!" * 9)
+        if number % 9 == 0:
+            shutil.copy(part, folder / part_name("metrics", 2, SEALED_SUFFIX))
+    logs = []
+    for ahead_from in (16, 1000):
+        monkeypatch.setattr(log_module, "_SURVEY_AHEAD_FROM", ahead_from)
+        logs.append(Log(tmp_path, check=True))
+        logs[-1].read()
+    at_once, one_by_one = logs
+    assert at_once.sealed_parts() == one_by_one.sealed_parts()
+    assert len(at_once.sealed_parts()) == 35
+    assert at_once.damages() == one_by_one.damages()
+    assert len(at_once.damages()) == 9
+    assert at_once.first_tokens() == one_by_one.first_tokens()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmtrack-survey")]
