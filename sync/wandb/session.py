@@ -105,8 +105,12 @@ class Session:
             # W&B forgets this when a run is resumed. Its own summary would begin anew each time, so we write it.
             self._run.define_metric(TOKENS, summary="none")
             self._run.define_metric("*", step_metric=TOKENS, summary="none")
+        self.define(names)
+
+    def define(self, names: Sequence[str]) -> None:
+        """Say what the x-axis of some metrics is, as far as the star does not: a dot is nesting to the client."""
+        with wandb_client.translated(self._url, self._place[2]):
             for name in names:
-                # A dot is nesting to the client, and the star does not cover it.
                 if _GLOB_DOT in name or not wandb_client.keeps_patterns():
                     self._run.define_metric(name.replace(".", "\\."), step_metric=TOKENS, summary="none")
 

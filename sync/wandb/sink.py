@@ -197,6 +197,7 @@ class WandbSink:
             made = self._find(spec.project, ref)
             if made is not None and (run := self._tracker_run(made)) is not None:
                 return run
+            self._sessions.pop(ref).abandon()
             raise RejectedError(
                 f"W&B does not show the run {ref} that was just made", sink=self.name, run_id=spec.run_id
             )
@@ -207,6 +208,7 @@ class WandbSink:
             return self._get(project, ref)
 
     def _make(self, spec: RunSpec, ref: str) -> None:
+        """Make a run, and keep the session for its rows: to begin one takes as long as a thousand rows."""
         session = self._session(spec.project, ref)
         config = config_of(spec.config, spec.recipe) | {
             OURS: about_of(spec, self._prefix) | every_of(spec, self._every)
@@ -220,7 +222,7 @@ class WandbSink:
             notes=note_of(spec.note) or None,
             config=config,
         )
-        session.close()
+        self._sessions[ref] = session
 
     def _session(self, project: str, ref: str, exit_code: int | None = None) -> Session:
         self._failed.pop(ref, None)
@@ -258,6 +260,8 @@ class WandbSink:
 
     def update(self, run: TrackerRun, spec: RunSpec) -> TrackerRun:
         """Make a run what the spec says, and send only what differs."""
+        if run.ref in self._sessions:  # it was made, and there was no row for it
+            self._sessions.pop(run.ref).close()
         native = run.native
         changed = self._change(native, spec)
         wanted = "failed" if spec.status == "killed" else spec.status
@@ -312,10 +316,16 @@ class WandbSink:
         about = _about(run.native)
         known = dict(about.get("names") or {})
         lacking = {key: name for name, key in mapped.items() if known.get(key) != name}
+        session = self._sessions.get(run.ref)
+        if session is not None:
+            session.define(self._known(run))
         if lacking:
             run.native.config[OURS] = about | {"names": known | lacking}
-            with wandb_client.translated(self._url, run.run_id):
-                run.native.update()
+            if session is None:
+                with wandb_client.translated(self._url, run.run_id):
+                    run.native.update()
+            else:  # whose client would say at its end again what it knows
+                session.say(config={OURS: _about(run.native)})
         return mapped
 
     # Rows.

@@ -155,7 +155,7 @@ def test_a_fault_that_passes_costs_no_row_and_doubles_none(
 ) -> None:
     """The client's own retries get through, or the next sync does; either way each row is there once."""
     web.log.segment().train(0, 1000).checkpoint(1000)
-    wandb_server.fail("file_stream", skip=2, **fault)  # the first two are of the session that makes the run
+    wandb_server.fail("file_stream", **fault)
     web.sync()
     assert_exact(wandb_server, web, "canonical", web.rows())
 
@@ -166,7 +166,7 @@ def test_an_upload_that_died_in_silence_is_found_out_and_mended(
 ) -> None:
     """The client ends as if all were well: the sync says that rows are not there, and the next one sends them."""
     web.log.segment().train(0, 1000).checkpoint(1000)
-    wandb_server.fail("file_stream", status, times=-1, skip=2)
+    wandb_server.fail("file_stream", status, times=-1)
     (row,) = web.sync("--timeout", "1", expect=2)
     assert "rows are not there" in row["error"]
     wandb_server.heal()
@@ -196,7 +196,7 @@ def test_a_server_that_is_down_is_status_3_and_the_next_sync_completes(web: Benc
 def test_a_server_that_goes_down_in_the_middle_is_status_3(web: Bench, wandb_server: WandbServer) -> None:
     """The end of the client is bounded: what arrived is kept, and what did not is sent by the next sync."""
     web.log.segment().train(0, 1000).checkpoint(1000)
-    wandb_server.fail("file_stream", 503, times=-1, skip=2)
+    wandb_server.fail("file_stream", 503, times=-1, skip=1)
     web.sync("--timeout", "2", expect=3)
     assert services() == []
     wandb_server.heal()
@@ -204,8 +204,11 @@ def test_a_server_that_goes_down_in_the_middle_is_status_3(web: Bench, wandb_ser
     assert_exact(wandb_server, web, "canonical", web.rows())
 
 
-def test_a_stale_answer_about_the_end_of_a_run_overwrites_nothing(web: Bench, wandb_server: WandbServer) -> None:
+def test_a_stale_answer_about_the_end_of_a_run_overwrites_nothing(
+    web: Bench, wandb_server: WandbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """W&B answers from a cache: a run is not continued where the answer says it ends, but where our rows end."""
+    monkeypatch.setattr("llmtrack.sync.replay.replay._MOVED_S", (0.0, 0.1, 0.2, 0.4))
     segment = web.log.segment().train(0, 500).checkpoint(500)
     web.sync()
     stale = wandb_server.snapshot()
