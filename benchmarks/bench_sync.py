@@ -2,6 +2,7 @@
 
     python benchmarks/bench_sync.py                   # a server over HTTP and a local database; many minutes
     python benchmarks/bench_sync.py --to http --points 1000000
+    python benchmarks/bench_sync.py --to http --points 50000 --rounds 5 --only bare-1,full    # medians: a busy machine
     python benchmarks/bench_sync.py --json figures.json
 
 The bare client is the loop that anybody would write: MLflow's own `log_batch`, batches of a thousand, points prepared
@@ -18,6 +19,7 @@ import os
 import queue
 import resource
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -56,6 +58,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=300_000)
     parser.add_argument("--to", default="http,embedded")
     parser.add_argument("--only", default="bare-1,bare-4,off,fast,full", help="candidates, in this order")
+    parser.add_argument("--rounds", type=int, default=1, help="so often, in turn; medians are shown")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--bare", nargs=3, metavar=("URI", "ROOT", "THREADS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -68,44 +71,57 @@ def main() -> None:
         root = folder / "root"
         _write_log(root, options.points)
         for kind in options.to.split(","):
-            figures += _measure(kind, root, folder, options.only.split(","), options.points)
+            figures += _measure(kind, root, folder, options)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2))
 
 
-def _measure(kind: str, root: Path, folder: Path, only: list[str], points: int) -> list[dict[str, Any]]:
+def _measure(kind: str, root: Path, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     figures: list[dict[str, Any]] = []
+    only, points = options.only.split(","), options.points
     store = f"sqlite:///{folder / kind}.db"
     with _serving(store, folder) if kind == "http" else contextlib.nullcontext((store, None)) as (uri, server):
-        for candidate in only:
-            if candidate == "bare-4" and kind == "embedded":
-                continue  # in one process the inserting holds the interpreter
-            figures.append({"to": kind, "candidate": candidate, **_run(_command(candidate, uri, root, folder), server)})
-            if candidate == "full":
-                again = _command(candidate, uri, root, folder)
-                figures.append({"to": kind, "candidate": "again, nothing new", **_run(again, server)})
-                _append_row(root, points // _METRICS)
-                figures.append({"to": kind, "candidate": "one new row", **_run(again, server)})
+        for number in range(options.rounds):
+            for candidate in only:
+                if candidate == "bare-4" and kind == "embedded":
+                    continue  # in one process the inserting holds the interpreter
+                command = _command(f"{candidate}-{number}", uri, root, folder)
+                said = {"to": kind, "candidate": candidate, "round": number}
+                figures.append(said | _run(command, server))
+                if candidate == "full" and number == options.rounds - 1:
+                    figures.append(said | {"candidate": "again, nothing new"} | _run(command, server))
+                    _append_row(root, points // _METRICS)
+                    figures.append(said | {"candidate": "one new row"} | _run(command, server))
     records = points + points // _METRICS
-    bare = next((one["wall_s"] for one in figures if one["candidate"] == "bare-1"), None)
-    print(f"\n{kind}: {points} points and {points // _METRICS} values of the optimiser step")
+    bare = {one["round"]: one["wall_s"] for one in figures if one["candidate"] == "bare-1"}
+    print(
+        f"\n{kind}: {points} points and {points // _METRICS} values of the optimiser step; medians of {options.rounds}"
+    )
     print("| | s | records/s | times bare client | CPU s, client | CPU s, server | MB |")
     print("|---|---:|---:|---:|---:|---:|---:|")
-    for one in figures:
-        whole = one["candidate"] in only
-        rate = f"{records / one['wall_s']:,.0f}" if whole else ""
-        ratio = f"{bare / one['wall_s']:.2f}" if whole and bare else ""
-        costs = f"{one['client_cpu_s']:.1f} | {one['server_cpu_s']:.1f} | {one['rss_mb']:.0f}"
-        print(f"| {one['candidate']} | {one['wall_s']:.1f} | {rate} | {ratio} | {costs} |", flush=True)
+    for candidate in dict.fromkeys(one["candidate"] for one in figures):
+        taken = [one for one in figures if one["candidate"] == candidate]
+        wall_s, client_s, server_s, mb = (
+            statistics.median(one[name] for one in taken)
+            for name in ("wall_s", "client_cpu_s", "server_cpu_s", "rss_mb")
+        )
+        whole = candidate in only
+        ratios = [bare[one["round"]] / one["wall_s"] for one in taken if one["round"] in bare]
+        ratio = f"{statistics.median(ratios):.2f}" if whole and ratios else ""
+        ratio += f" ({min(ratios):.2f} to {max(ratios):.2f})" if ratio and len(ratios) > 1 else ""
+        rate = f"{records / wall_s:,.0f}" if whole else ""
+        costs = f"{client_s:.1f} | {server_s:.1f} | {mb:.0f}"
+        print(f"| {candidate} | {wall_s:.1f} | {rate} | {ratio} | {costs} |", flush=True)
     return figures
 
 
 def _command(candidate: str, uri: str, root: Path, folder: Path) -> list[str]:
-    if candidate.startswith("bare-"):
-        return [__file__, "--bare", uri, str(root), candidate.removeprefix("bare-")]
+    how = candidate.rpartition("-")[0]
+    if how.startswith("bare-"):
+        return [__file__, "--bare", uri, str(root), how.removeprefix("bare-")]
     state = folder / f"state-{candidate}-{uri.partition(':')[0]}"
-    place = ["--to", "mlflow", "--tracking-uri", uri, "--state", str(state), "--verify", candidate, "--json"]
-    # Each way to verify gets runs of its own: another project in the same log.
+    place = ["--to", "mlflow", "--tracking-uri", uri, "--state", str(state), "--verify", how, "--json"]
+    # Each round of each way to verify gets runs of its own: another project in the same log.
     return ["-c", _SYNC.format(project=f"bench-{candidate}"), str(root), *place]
 
 

@@ -5,7 +5,7 @@
 Both use the real client against the server of the tests, which runs in a process of its own and keeps everything in
 memory. The bare loop is what W&B's documentation shows: `init`, `log` for each row, `finish`; its rows lie ready in
 memory. The sync reads them from the log, sends them, reads all of them back and compares. Each is a process of its own,
-timed from its start to its end, importing included, and in turn.
+timed from its start to its end, importing included, and in turn; every other pair begins with the sync.
 """
 
 from __future__ import annotations
@@ -117,11 +117,14 @@ def main() -> None:
         took: dict[str, list[tuple[float, float]]] = {"bare": [], "sync": []}
         try:
             for n in range(given.repeats):
-                bare = [sys.executable, "-c", _BARE, str(given.rows), str(given.metrics), f"bare-{n}"]
-                took["bare"].append(timed(bare, environment, place))
                 code = "from llmtrack.sync.cli import main; main()"
                 sync = [sys.executable, "-c", code, "root", "--to", "wandb", "--state", f"state-{n}"]
-                took["sync"].append(timed([*sync, "--wandb-id-prefix", f"n{n}-"], environment, place))
+                commands = {
+                    "bare": [sys.executable, "-c", _BARE, str(given.rows), str(given.metrics), f"bare-{n}"],
+                    "sync": [*sync, "--wandb-id-prefix", f"n{n}-"],
+                }
+                for name in ("bare", "sync") if n % 2 == 0 else ("sync", "bare"):
+                    took[name].append(timed(commands[name], environment, place))
         finally:
             server.terminate()
             server.wait()
