@@ -14,7 +14,7 @@ import click
 import duckdb
 
 from llmtrack.query.runs.select import select_runs
-from llmtrack.query.runs.verdict import Row, Verdict, find_verdicts, list_alerts
+from llmtrack.query.runs.verdict import Row, Verdict, find_verdicts, list_alerts, place_of_rank
 from llmtrack.query.text import layout
 from llmtrack.query.text.console import plain, say, to_json
 from llmtrack.writer.errors import UsageError
@@ -27,6 +27,20 @@ _STYLES: Final = {"error": "31", "warn": "33"}
 _AGO: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _PLACE: Final = ("alert_id", "run_id", "segment", "step", "tokens", "rule", "level", "message")
+_SHOWN_IDS: Final = 12
+_SHOWN_NEXT: Final = 8
+_NEXT: Final = {  # what docs/ALERTS.md says in more words
+    "same_batch": "the same batch did it again: look at that data, and go on without it: {skip}",
+    "over": "it came back by itself: nothing to do unless it comes again",
+    "nonfinite": "it stays: see that its batches can be read, go back to a checkpoint and skip them: {skip}",
+    "skipped_step": "with loss scaling it is a skipped step, and nothing to do; without, as for NaN: {skip}",
+    "loss_spike": "if it does not come back within some steps, go back some hundred and skip the batches: {skip}",
+    "grad_norm_spike": "watch the loss; if that follows and stays, go back some hundred steps and skip: {skip}",
+    "divergence": "it does not heal by itself: go back to before it rose, with a lower rate or other data",
+    "throughput_drop": "look for a slow GPU, link or storage; an alert slow_rank names it where ranks are measured",
+    "slow_rank": "{where} holds all others up: look at its clocks, heat and links, or take it out",
+    "mfu": "no device does that: check the terms of the formula, the peak, and the number of devices",
+}
 _WRITTEN_STEPS: Final = 1024  # more than the writer keeps
 
 _BATCHES: Final = """
@@ -112,7 +126,10 @@ def alerts(
             click.echo(to_json(with_verdicts(rows, verdicts)))
         elif rows:
             _print_alerts(rows)
+            if wanted:
+                _print_details(rows)
             _print_verdicts(verdicts)
+            _print_next(con, rows, verdicts)
         else:
             say("there are no such alerts" if everything else f"there are no alerts in {root}")
         if skip is not None:
@@ -227,10 +244,9 @@ def _write_skip(con: duckdb.DuckDBPyConnection, rows: Sequence[Row], path: Path,
 
 
 def _print_alerts(rows: Sequence[Row]) -> None:
-    several = len({row["run_id"] for row in rows}) > 1
     columns = [
         "RAISED (UTC)",
-        *(["RUN"] if several else []),
+        "ALERT",
         "SEGMENT",
         "STEP",
         "TOKENS",
@@ -244,7 +260,7 @@ def _print_alerts(rows: Sequence[Row]) -> None:
         [
             [
                 layout.moment(row["time"]),
-                *([row["run_id"]] if several else []),
+                row["alert_id"] or "",
                 str(row["segment"]),
                 str(row["step"]),
                 layout.tokens(row["tokens"]),
@@ -261,8 +277,48 @@ def _print_alerts(rows: Sequence[Row]) -> None:
 
 def _state(row: Row) -> str:
     left = f"left behind by segment {row['superseded_by']}" if row["superseded_by"] is not None else ""
-    over = f"over at step {row['cleared_step']}" if row["cleared_step"] is not None else ""
+    word = "stays so; told no more from" if row["stays"] else "over at"
+    over = f"{word} step {row['cleared_step']}" if row["cleared_step"] is not None else ""
     return ", ".join(filter(None, (over, left))) or "not over"
+
+
+def _print_details(rows: Sequence[Row]) -> None:
+    """Print what there is to know about alerts that were asked for by their ids."""
+    for row in rows:
+        ids, positions = list(dict.fromkeys(row["batch_ids"] or ())), row["positions"] or []
+        more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
+        click.echo(f"\n{row['alert_id']}: {row['message']}")
+        for line in row["context"]:
+            click.echo(f"  {line}")
+        if ids:
+            click.echo(f"  batches of its step, then of the step before: {', '.join(ids[:_SHOWN_IDS])}{more}")
+        if positions:
+            click.echo(f"  position in the data: {', '.join(map(str, positions))}")
+
+
+def _print_next(con: duckdb.DuckDBPyConnection, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
+    """Print what to do about the newest alert of each run and rule that no later segment has left behind."""
+    newest = {(row["run_id"], row["rule"]): row for row in rows if row["superseded_by"] is None}
+    known = [row for row in newest.values() if row["rule"] in _NEXT and row["level"] in _LEVELS]
+    known.sort(key=lambda row: _LEVELS.index(row["level"]), reverse=True)
+    again = {alert for one in verdicts if one.rule == "same_batch" for alert in one.alerts}
+    for number, row in enumerate(known[:_SHOWN_NEXT]):
+        text = _NEXT[_what(row, is_again=row["alert_id"] in again)].format(
+            skip=f"llmtrack alerts {row['run_id']} --alert {row['alert_id']} --skip-batches skip.json",
+            where=place_of_rank(con, row) if row["rule"] == "slow_rank" else "",
+        )
+        click.echo(f"{'' if number else chr(10)}next, {row['alert_id']}: {text}")
+
+
+def _what(row: Row, *, is_again: bool) -> str:
+    """Return the key of what to do about an alert."""
+    rule = str(row["rule"])
+    if is_again:
+        return "same_batch"
+    if rule == "nonfinite" and row["level"] == "warn":
+        return "skipped_step"
+    is_over = row["cleared_step"] is not None and not row["stays"]
+    return "over" if is_over and rule in {"loss_spike", "grad_norm_spike", "throughput_drop"} else rule
 
 
 def _print_verdicts(verdicts: Sequence[Verdict]) -> None:

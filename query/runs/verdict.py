@@ -32,12 +32,13 @@ _SHOWN_IDS: Final = 5
 _NEAR: Final = 2  # times the way that was gone back: what is farther away is another event
 
 _ALERTS: Final = """
-    SELECT a.*, e.cleared_time, e.cleared_step, coalesce(e.context, []) AS context,
+    SELECT a.*, e.cleared_time, e.cleared_step, coalesce(e.stays, false) AS stays, coalesce(e.context, []) AS context,
            b.positions
     FROM alerts a
     LEFT JOIN (
         SELECT run_id, segment, alert_id, max(time) FILTER (phase = 'cleared') AS cleared_time,
                max(step) FILTER (phase = 'cleared') AS cleared_step,
+               bool_or(starts_with(message, 'stays so')) FILTER (phase = 'cleared') AS stays,
                list(message ORDER BY seq) FILTER (phase = 'context') AS context
         FROM alerts
         WHERE phase <> 'raised'
@@ -93,8 +94,9 @@ class _Lineage:
 def list_alerts(con: duckdb.DuckDBPyConnection) -> list[Row]:
     """Return every alert that was raised, the oldest first: the columns of the view `alerts`, and what came of it.
 
-    The further columns: `cleared_time`, `cleared_step` (null while it goes on, or when the process ended), `context`
-    (messages), `positions` (in the order of the data, of the batch of its step).
+    The further columns: `cleared_time`, `cleared_step` (null while it goes on, or when the process ended), `stays` (it
+    was cleared because it has stayed so, and is told no more), `context` (messages), `positions` (in the order of the
+    data, of the batch of its step).
     """
     return _fetch(con, _ALERTS)
 
@@ -190,7 +192,7 @@ def _comes_by_again(segment: Row, alert: Row) -> bool:
 
 def _same_batch(lineage: _Lineage, alert: Row, same: list[Row]) -> Verdict:
     shared = set().union(*(_shared(alert, row) for row in same))
-    ids = sorted(text for kind, text in shared if kind == "id")
+    ids = [text for text in alert["batch_ids"] or () if ("id", text) in shared]  # those of its own step first
     positions = sorted(int(text) for kind, text in shared if kind == "position")
     evidence = [_place(alert), *map(_place, same)]
     if ids:
@@ -239,6 +241,13 @@ def _of_nodes(lineage: _Lineage) -> Iterator[Verdict]:
                 _ids(alerts),
                 lineage.root,
             )
+
+
+def place_of_rank(con: duckdb.DuckDBPyConnection, alert: Row) -> str:
+    """Return where the rank is that an alert about a slow one names: its node, or its number where that is unknown."""
+    segments = {_key(row): row for row in _fetch(con, _SEGMENTS)}
+    rank = alert["value"]
+    return _node(segments.get(_key(alert)), int(rank)) if rank is not None and rank - rank == 0 else "one rank"
 
 
 def _node(segment: Row | None, rank: int) -> str:

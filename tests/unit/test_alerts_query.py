@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import math
 import random
 import resource
 from collections.abc import Iterable
@@ -73,7 +74,7 @@ def test_the_same_batch_after_going_back_is_the_data(tmp_path: Path) -> None:
     (verdict,) = verdicts(tmp_path)
     assert (verdict.suspect, verdict.rule) == ("data", "same_batch")
     assert verdict.alerts == ["run-1-1", "run-2-1", "run-3-1"]
-    assert "the same batch: doc-159, doc-160" in verdict.evidence
+    assert "the same batch: doc-160, doc-159" in verdict.evidence
     assert "the same position in the data: 160" in verdict.evidence
     assert verdict.evidence[1].startswith("run segment 2 at step 160, 16,000 tokens: train/loss is 5")
 
@@ -165,7 +166,7 @@ def test_the_command_lists_alerts_and_prints_the_verdict_with_rule_and_evidence(
     assert "over at step 162, left behind by segment 2" in out
     assert "verdict on run: data" in out
     assert "rule: same_batch" in out
-    assert "evidence: the same batch: doc-159, doc-160" in out
+    assert "evidence: the same batch: doc-160, doc-159" in out
 
 
 def test_json_has_the_columns_of_the_view_and_the_verdicts(tmp_path: Path) -> None:
@@ -203,6 +204,37 @@ def test_what_is_listed_can_be_chosen(tmp_path: Path) -> None:
     assert ids("--since", "2099-01-01") == []
     with pytest.raises(UsageError, match="no alert 'x'"):
         run_command("--root", str(tmp_path), "--alert", "x")
+
+
+def test_what_to_do_next_is_said_of_each_run(tmp_path: Path) -> None:
+    """Of the newest alert of a rule that was not left behind, the worst first, with the command that is to be typed."""
+    meta = train(tmp_path, 0, 170, [160])
+    train(tmp_path, 120, 170, [160], checkpoint=place(meta, 120))
+    train(tmp_path, 0, 120, [100], run_id="over")
+    with llmtrack.open_run(tmp_path, run_id="lost") as run:
+        for step in range(1, 61):
+            run.log({"train/loss": math.nan if step > 50 else 2.0}, step, step * STEP_TOKENS, batch_ids=[f"b-{step}"])
+    with llmtrack.open_run(tmp_path, run_id="slow") as run:
+        for step in range(1, 401):
+            run.log({"throughput/tokens_per_s": 90_000.0 if step > 100 else 100_000.0}, step, step * STEP_TOKENS)
+            run.log({"throughput/tokens_per_s_min_rank": 3.0}, step, step * STEP_TOKENS)
+    _, text, _ = run_command("--root", str(tmp_path))
+    skip = "llmtrack alerts lost --alert lost-1-1 --skip-batches skip.json"
+    assert [line for line in text.splitlines() if line.startswith("next")] == [
+        f"next, lost-1-1: it stays: see that its batches can be read, go back to a checkpoint and skip them: {skip}",
+        (
+            "next, run-2-1: the same batch did it again: look at that data, and go on without it: "
+            "llmtrack alerts run --alert run-2-1 --skip-batches skip.json"
+        ),
+        "next, over-1-1: it came back by itself: nothing to do unless it comes again",
+        "next, slow-1-1: rank 3 holds all others up: look at its clocks, heat and links, or take it out",
+        "next, slow-1-2: look for a slow GPU, link or storage; an alert slow_rank names it where ranks are measured",
+    ]
+    assert "throughput/tokens_per_s is 90,000, 9.9% below 99,9" in text
+    assert "stays so; told no more from step" in text
+    _, text, _ = run_command("--root", str(tmp_path), "--alert", "lost-1-1")
+    assert "batches of its step, then of the step before: b-51, b-50" in text
+    assert "8 rows later: at worst train/loss was nan at step 51" in text
 
 
 def test_an_empty_root_has_no_alerts(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ Values = Mapping[str, float]
 LOSS: Final = "train/loss"
 GRAD_NORM: Final = "train/grad_norm"
 LARGEST: Final = 1e150  # beyond it a square is infinite
+_THOUSAND: Final = 1e4
+_LONG: Final = 1e12
 _WRITTEN_OUT: Final = 1e6  # factors that are written with all their digits
 
 
@@ -51,6 +53,7 @@ class Detector:
         family: Detectors of one family see the same event: the first raises the alert, the others add to it.
         clear_after: Rows without a finding after which an event is over.
         cooldown: Rows after an event in which another finding counts to the same one.
+        stays: The last event is over only because what was found has stayed, and is what is usual now.
         carries: What it learned holds for the next process of the run, too: on other nodes.
         at_once: It needs to know nothing of the past, and looks at rows before the past was read.
     """
@@ -64,6 +67,7 @@ class Detector:
     cooldown: int = 20
     carries: bool = True
     at_once: bool = False
+    stays: bool = False  # the last event ended because what was found has stayed, and is what is usual now
 
     THRESHOLDS: ClassVar[tuple[str, ...]] = ()  # attributes that say when it alerts
     STATE: ClassVar[tuple[str, ...]] = ()  # attributes that it learns: numbers, or lists of numbers
@@ -106,6 +110,11 @@ class Detector:
 def short(factor: float) -> str:
     """Return how many times something is, as a person reads it."""
     return f"{factor:.1f}" if abs(factor) < _WRITTEN_OUT else f"{factor:.2g}"
+
+
+def written(value: float) -> str:
+    """Return a number as a person reads it: with its thousands, where it has some."""
+    return f"{value:,.0f}" if _THOUSAND <= abs(value) < _LONG else f"{value:.4g}"
 
 
 def _copy(value: Any) -> Any:

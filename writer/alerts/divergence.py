@@ -128,10 +128,11 @@ class Divergence(Detector):
     def _go_on(self, now: float, least: float) -> Finding | None:
         self.high_for += 1
         if now - self.lowest < least / 2:
-            self.high_for = 0
+            self.high_for, self.stays = 0, False
             return None
         if self.high_for > self.patience:
             self.high_for = self.above = 0
+            self.stays = True
             self.lowest = now
             return None
         return self._say(now)

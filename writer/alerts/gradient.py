@@ -128,10 +128,10 @@ class GradientSpike(NoisyDetector):
     def _go_on(self, value: float, height: float, score: float) -> Finding | None:
         self.high_for += 1
         if score < _END:
-            self.high_for = 0
+            self.high_for, self.stays = 0, False
             return None
         if self.high_for > self.patience:
-            self.high_for = 0
+            self.high_for, self.stays = 0, True
             self.mean, self.trend = height, 0.0
             return None
         return self._finding(value, score)

@@ -171,11 +171,11 @@ class LossSpike(NoisyDetector):
         self.high_for += 1
         self.recent = [*self.recent[1 - _RECENT :], value]
         if score < _END:
-            self.high_for = 0
+            self.high_for, self.stays = 0, False
             self._learn(value, expected, max(sqrt(self.variance), 1e-300), score, score)
             return None
         if self.high_for > self.patience:
-            self.high_for = 0
+            self.high_for, self.stays = 0, True
             self.mean = median(self.recent)
             self.trend = 0.0
             spread = 1.4826 * median(abs(recent - self.mean) for recent in self.recent)

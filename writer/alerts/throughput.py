@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Final
 
-from .detector import LARGEST, Detector, Finding, Values
+from .detector import LARGEST, Detector, Finding, Values, written
 
 TOKENS_PER_S: Final = "throughput/tokens_per_s"
 
@@ -201,7 +201,8 @@ class ThroughputDrop(Detector):
         self.low_for += 1
         self.above = self.above + 1 if short < self.slack / 2 else 0
         if self.above >= _RECOVERED or self.low_for > self.patience:
-            if self.low_for > self.patience:
+            self.stays = self.low_for > self.patience
+            if self.stays:
                 self.base = now
             self.low_for = self.above = self.below = 0
             self.total = self.gain = 0.0
@@ -211,7 +212,7 @@ class ThroughputDrop(Detector):
     def _say(self, now: float, *, is_sudden: bool = False) -> Finding:
         short = 1.0 - now / self.base
         message = (
-            f"{self._metric} is {now:.4g}, {short:.1%} below {self.base:.4g}"
+            f"{self._metric} is {written(now)}, {short:.1%} below {written(self.base)}"
             f"{', suddenly' if is_sudden else '; it has been for some points'}"
         )
         return Finding(self._metric, now, self.base, short, message, "error" if is_sudden else None)

@@ -301,7 +301,8 @@ class Watch:
         if not event.has_context:
             self._write_context(event, place, values, records)
         worst = event.worst
-        message = f"over after {event.rows + 1} rows; at worst {_at_worst(event)}"
+        word = "stays so, and is what is usual now," if watched.detector.stays else "over"
+        message = f"{word} after {event.rows + 1} rows; at worst {_at_worst(event)}"
         event.end = _record(place, event, worst, "cleared", message)
         event.end.values.update(value=values.get(worst.metric), score=None)
 
