@@ -22,9 +22,10 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import os
 import tomllib
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +33,7 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
+from llmtrack.query.text.console import say
 from llmtrack.writer.errors import UsageError
 
 from .watch.notify import LEVELS
@@ -47,6 +49,8 @@ _SECTIONS: Final = {  # of the file, for options that are not in [sync], and the
     "on_alert": ("notify", "on_alert"),
     "min_level": ("notify", "min_level"),
 }
+# Of trainers, and what a watch that begins anew leaves to itself: near in spelling, and not meant.
+_OF_OTHERS: Final = frozenset({"LLMTRACK_DIR", "LLMTRACK_MODE", "LLMTRACK_RUN_ID", "LLMTRACK_SYNC_RENEWED"})
 _NOT_IN_FILES: Final = {"config", "print_config", "help"}
 _SOURCES: Final = {
     ParameterSource.COMMANDLINE: "command line",
@@ -113,16 +117,47 @@ def _with_watching(callback: Callable[..., Any], required: list[click.Parameter]
         **options: Any,
     ) -> Any:
         context = click.get_current_context()
+        for warning in unknown_variables(os.environ, context.command.params):
+            say(warning)
         if print_config:
             click.echo(shown(context))
             return 0
         for param in required:
             if context.params.get(param.name or "") is None:
-                raise click.MissingParameter(ctx=context, param=param)
+                raise _missing(context, param)
         watching = Watching(watch, poll, stalled_after, lost_after, notify, on_alert, min_level)
         return callback(watching=watching, **options)
 
     return call
+
+
+def _missing(context: click.Context, param: click.Parameter) -> Exception:
+    """Return what to say when something is lacking: which tracker is meant may show in the other options."""
+    if _key(param) != "to":
+        return click.MissingParameter(ctx=context, param=param)
+    of_wandb = (one for one in context.command.params if (one.name or "").startswith("wandb_"))
+    given = next((one.opts[0] for one in of_wandb if context.params.get(one.name or "") is not None), None)
+    hint = f"--to wandb {given} ..." if given else "--to mlflow, or --to wandb"
+    return UsageError("Missing option '--to': the tracker", hint=hint)
+
+
+def unknown_variables(environment: Mapping[str, str], params: Sequence[click.Parameter]) -> list[str]:
+    """Return a warning for each variable of the environment that was probably meant for an option and is none.
+
+    Args:
+        environment: By name.
+        params: The options.
+    """
+    known: set[str] = set()
+    for param in params:
+        known.update([param.envvar] if isinstance(param.envvar, str) else param.envvar or ())
+    warnings = []
+    for name in sorted(environment.keys() - known - _OF_OTHERS):
+        near = difflib.get_close_matches(name, sorted(known), 1, 0.85)
+        if name.startswith(_PREFIX) or (name.startswith("LLMTRACK_") and near):
+            meant = f"; {near[0]} is one" if near else ": see llmtrack-sync --help"
+            warnings.append(f"warning: {name} in the environment is no option of llmtrack-sync{meant}")
+    return warnings
 
 
 def _options() -> list[click.Parameter]:
@@ -133,6 +168,7 @@ def _options() -> list[click.Parameter]:
             ["--poll"],
             type=seconds,
             metavar="S",
+            show_default="as events come, or 10 where they do not",
             envvar=["LLMTRACK_SYNC_POLL", "LLMTRACK_POLL"],
             help="With --watch: look every S seconds. Without it, as events come, and every 10 s on NFS, Lustre and"
             " whatever is not local.",
@@ -142,7 +178,7 @@ def _options() -> list[click.Parameter]:
             type=seconds,
             show_default="900",
             metavar="S",
-            envvar="LLMTRACK_STALLED_AFTER",
+            envvar=["LLMTRACK_SYNC_STALLED_AFTER", "LLMTRACK_STALLED_AFTER"],
             help="Silence after which a run is stalled, if that is more than three of its own longest pauses.",
         ),
         click.Option(
@@ -150,7 +186,7 @@ def _options() -> list[click.Parameter]:
             type=seconds,
             show_default="86400",
             metavar="S",
-            envvar="LLMTRACK_LOST_AFTER",
+            envvar=["LLMTRACK_SYNC_LOST_AFTER", "LLMTRACK_LOST_AFTER"],
             help="Silence after which it is lost.",
         ),
         click.Option(
@@ -234,7 +270,9 @@ def shown(context: click.Context) -> str:
         value = context.params.get(name)
         source = _SOURCES.get(context.get_parameter_source(name) or ParameterSource.DEFAULT, "default")
         if value is None:
-            by_section[section].append(f"# {key} =")
+            default = param.show_default if isinstance(param, click.Option) else None
+            text = f"default: {default}" if isinstance(default, str) else "not given"
+            by_section[section].append(f"# {key} =  # {text}")
             continue
         text = json.dumps(_without_secrets(key, value) if not isinstance(value, bool | int | float) else value)
         by_section[section].append(f"{key} = {text}  # {source}")

@@ -173,12 +173,12 @@ def describe(report: Report, *, would: bool = False) -> str:
     return "\n".join(lines)
 
 
-def summary(outcome: Outcome, seconds: float, look: str, *, would: bool, verified: str) -> str:
+def summary(outcome: Outcome, seconds: float | None, look: str, *, would: bool, verified: str) -> str:
     """Return what a sync comes to.
 
     Args:
         outcome: What it did.
-        seconds: How long that took.
+        seconds: How long that took; None: of one that goes on it says nothing.
         look: How a person gets to see it.
         would: It was a dry run.
         verified: How sure it is, for people.
@@ -190,9 +190,11 @@ def summary(outcome: Outcome, seconds: float, look: str, *, would: bool, verifie
     if would:
         lines.append(f"{of}: {points} points would be sent; nothing was contacted or written")
     elif points:
-        lines.append(f"{of}: {points} points sent in {seconds:.1f} s ({points / seconds:.0f} points/s), {verified}")
+        took = "" if seconds is None else f" in {seconds:.1f} s ({points / seconds:.0f} points/s)"
+        lines.append(f"{of}: {points} points sent{took}, {verified}")
     elif not outcome.stopped_by and not any(report.error for report in outcome.reports):
-        lines.append(f"{of}: nothing to send, the tracker has everything ({seconds:.1f} s)")
+        took = "" if seconds is None else f" ({seconds:.1f} s)"
+        lines.append(f"{of}: nothing to send, the tracker has everything{took}")
     if not would and outcome.reports:
         lines.append(f"look at it: {look}")
     return "\n".join(lines)

@@ -681,7 +681,6 @@ def watch(
     Raises:
         UsageError: The root or the state folder cannot be used, or another sync is at work.
     """
-    began_s = time.monotonic()
     style: Style = "json" if as_json else "quiet" if quiet else "lines"
     with Journal(style, verbose=verbose, tracker=sink.tracker) as journal:
         service = Service(settings, sink, receivers, journal)
@@ -700,7 +699,7 @@ def watch(
         click.echo(f"{len(reports)} run{'s' * (len(reports) != 1)}: there was nothing to send")
     elif not quiet:
         how = f"each sync verified as --verify {settings.options.verify} says"
-        click.echo(show.summary(outcome, time.monotonic() - began_s, sink.look, would=False, verified=how))
+        click.echo(show.summary(outcome, None, sink.look, would=False, verified=how))
     status = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_OK
     if service.is_stuck():  # the end of the interpreter would pull the ground away from under its thread
         sys.stdout.flush()

@@ -142,3 +142,41 @@ def test_options_that_cannot_be_are_refused_before_anything_is_done(
     arguments, told = case
     assert told in _error(capsys, "runs", "--to", "mlflow", "--watch", *arguments)
     assert sorted(path.name for path in here.iterdir()) == ["runs"]
+
+
+def test_what_is_not_given_is_shown_with_its_default(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not only what has a value of its own."""
+    assert here.is_dir()
+    with pytest.raises(SystemExit):
+        main(["--print-config"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "# state =  # default: ~/.local/state/llmtrack" in lines
+    assert "# stalled_after =  # default: 900" in lines
+    assert "# to =  # not given" in lines
+
+
+def test_a_variable_that_was_misspelt_is_told_with_what_was_meant(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What belongs to trainers and to others is left alone, and every option has its name with SYNC in it."""
+    assert here.is_dir()
+    names = ("SYNC_STATEE", "NOTIFI", "SYNC_NONSENSE", "RUN_ID", "MODE", "DEMO_DIR", "SYNC_RENEWED", "SYNC_LOST_AFTER")
+    for name in names:
+        monkeypatch.setenv(f"LLMTRACK_{name}", "5")
+    with pytest.raises(SystemExit):
+        main(["--print-config"])
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        "warning: LLMTRACK_NOTIFI in the environment is no option of llmtrack-sync; LLMTRACK_NOTIFY is one",
+        "warning: LLMTRACK_SYNC_NONSENSE in the environment is no option of llmtrack-sync: see llmtrack-sync --help",
+        "warning: LLMTRACK_SYNC_STATEE in the environment is no option of llmtrack-sync; LLMTRACK_SYNC_STATE is one",
+    ]
+    assert "lost_after = 5.0  # environment" in out
+
+
+def test_without_a_tracker_the_other_options_say_which_may_be_meant(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An option of one tracker alone names it."""
+    assert "--to mlflow, or --to wandb" in _error(capsys, str(here / "runs"))
+    assert "--to wandb --wandb-offline ..." in _error(capsys, str(here / "runs"), "--wandb-offline", str(here / "out"))

@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+from llmtrack.sync import show
+from llmtrack.sync.once import Outcome
+from llmtrack.sync.replay.replay import Report
 from llmtrack.sync.watch.journal import Journal
 
 
@@ -35,3 +38,10 @@ def test_what_fails_is_said_once_until_it_is_overcome(capsys: pytest.CaptureFixt
         journal.recovered("state")
         journal.failed("state", "full")
     assert _said(capsys) == [(event, "state") for event in ("failed", "failed", "recovered", "failed")]
+
+
+def test_the_end_of_a_watch_gives_no_rate() -> None:
+    """Over the time it was there a rate would mean nothing."""
+    outcome = Outcome([Report("run", "p", "finished", {"canonical": 20}, {"canonical": 20})])
+    assert "20 points sent, verified" in show.summary(outcome, None, "nowhere", would=False, verified="verified")
+    assert "(10 points/s), verified" in show.summary(outcome, 2.0, "nowhere", would=False, verified="verified")

@@ -68,7 +68,7 @@ def written(elsewhere: Path) -> list[str]:
     [
         (["nowhere", "--to", "mlflow"], "there is no folder nowhere", "llmtrack-sync ROOT"),
         (["{root}", "--to", "comet"], "there is no tracker 'comet'", "--to mlflow"),
-        (["{root}"], "Missing option '--to'", "--help"),
+        (["{root}"], "Missing option '--to'", "--to wandb"),
         (["{root}", "--to", "mlflow", "--tail", "up"], "--tail", "--help"),
         (["{root}", "--to", "mlflow", "--timeout", "soon"], "--timeout", "--help"),
         (["{root}", "--to", "mlflow", "--run", "zz*"], "matches 'zz*'", "llmtrack ls"),
