@@ -163,14 +163,14 @@ class RowReader:
 
     def __init__(self) -> None:
         self._copies = Copies()
-        self._plans: dict[tuple[str, ...], tuple[tuple[str, ...], bytes, struct.Struct]] = {}
+        self._plans: dict[frozenset[str], tuple[tuple[str, ...], bytes, struct.Struct]] = {}
 
     def record(self, row: Mapping[str, Any]) -> Record:
         """Return the record of one row; one that is not ours is a record that equals none of ours."""
-        names = tuple(row)
+        names = frozenset(row)  # W&B's client writes each row in another order
         plan = self._plans.get(names)
         if plan is None:
-            keys = tuple(sorted(set(names) - {*_W_AND_B, STEP, SEGMENT}))
+            keys = tuple(sorted(names - {*_W_AND_B, STEP, SEGMENT}))
             plan = self._plans[names] = (keys, _text(keys), struct.Struct(f"<{len(keys)}d"))
         keys, text, packed = plan
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import struct
 from collections.abc import Sequence
 
@@ -127,6 +128,17 @@ def test_another_value_step_segment_or_name_is_another_row() -> None:
 def test_a_row_of_somebody_else_is_a_record_too(row: dict[str, object]) -> None:
     """It equals none of ours, and nothing fails."""
     assert RowReader().record(row).key == "rows"
+
+
+def test_what_is_remembered_does_not_grow_with_the_rows() -> None:
+    """W&B's client writes the keys of each row in another order, and there are as many orders as there are rows."""
+    points = [(n, n, n, n, f"m{metric}", float(metric)) for n in range(1, 201) for metric in range(8)]
+    encoder, reader, generator = WandbEncoder(1), RowReader(), random.Random(4)
+    for record in encoder.encode(batch(points)):
+        row = list(as_w_and_b(record.content, record.seq).items())
+        generator.shuffle(row)
+        assert reader.record(dict(row))[:4] == record[:4]
+    assert (len(reader._plans), len(encoder._plans), len(encoder._keys)) == (1, 1, 1)
 
 
 def test_what_was_measured_of_a_checkpoint_at_one_time_is_one_row() -> None:
