@@ -56,6 +56,12 @@ def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def unprivileged(*command: str) -> list[str]:
+    """Return a command for which modes of files hold, as they do not for root."""
+    drop = "import ctypes, os, sys; [ctypes.CDLL(None).prctl(24, capability) for capability in (1, 2)]; "
+    return [sys.executable, "-c", f"{drop}os.execv(sys.argv[1], sys.argv[1:])", *command]
+
+
 def wait_until(happened: Callable[[], Any], what: str) -> Any:
     """Wait until something holds, and return it."""
     deadline_s = time.monotonic() + _PATIENCE_S

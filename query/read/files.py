@@ -75,11 +75,13 @@ class Listing:
         open: Open parts by table and number.
         sealed: Numbers of the sealed parts of metrics.
         has_heartbeat: Whether there is a heartbeat, whatever is in it.
+        fault: Why it may not be listed; empty when it was.
     """
 
     open: dict[tuple[str, int], str] = field(default_factory=dict)
     sealed: set[int] = field(default_factory=set)
     has_heartbeat: bool = False
+    fault: str = ""
 
 
 def list_names(folder: str) -> list[str]:
@@ -95,7 +97,12 @@ def list_names(folder: str) -> list[str]:
 def list_segment(folder: str) -> Listing:
     """Return the parts in the folder of a segment; what is not ours is left out."""
     listing = Listing()
-    for name in list_names(folder):
+    try:
+        names = list_names(folder)
+    except PermissionError as error:
+        listing.fault = os.strerror(error.errno or 0)
+        return listing
+    for name in names:
         if name == HEARTBEAT:
             listing.has_heartbeat = True
         elif (part := PART_FILE.fullmatch(name)) and part[1] in SCHEMAS:

@@ -299,8 +299,18 @@ class Log:
 
     # Listing
 
+    def _list_names(self, folder: str) -> list[str]:
+        """Return the names in a folder; one that is not ours to read is a fault, and keeps nobody from the others."""
+        try:
+            names = list_names(folder)
+        except PermissionError as error:
+            self._faults[folder] = Damage(Path(folder), 0, 0, os.strerror(error.errno or 0))
+            return []
+        self._faults.pop(folder, None)
+        return names
+
     def _list_evals(self, folder: str) -> None:
-        for name in list_names(folder):
+        for name in self._list_names(folder):
             path = f"{folder}/{name}"
             if name.endswith(SEALED_SUFFIX) and not self._evals.get(path):
                 self._evals[path] = self._is_sound(path, check_sealed(path).fault)  # small, and all are opened at once
@@ -308,7 +318,9 @@ class Log:
     def _list_run(self, run_id: str, news: News) -> Iterator[_Segment]:
         """Yield the segments in which something may have changed."""
         folder = f"{self.root}/run_id={run_id}"
-        names = list_names(folder)
+        names = self._list_names(folder)
+        if folder in self._faults:  # what is known of it stays
+            return
         if EVALS_FOLDER in names:
             self._list_evals(f"{folder}/{EVALS_FOLDER}")
         folders = {int(match[1]): name for name in names if (match := SEGMENT_FOLDER.fullmatch(name))}
@@ -429,6 +441,9 @@ class Log:
         for attempt in range(_TRIES):
             if attempt or (points and not segment.ended):  # what was written since its records were read counts too
                 listing = self._take_in(segment, self._survey(segment), news)
+            if listing.fault:
+                self._faults[segment.folder] = Damage(Path(segment.folder), 0, 0, listing.fault)
+                return []
             if not segment.ended and listing.has_heartbeat:
                 segment.heartbeat = read_heartbeat(f"{segment.folder}/{HEARTBEAT}") or segment.heartbeat
             needed = points or not (segment.ended or segment.heartbeat)

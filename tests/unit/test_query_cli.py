@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmtrack import __main__ as program
+from llmtrack import open_run
 from llmtrack.query import connect
 from llmtrack.query.draw import canvas
 from llmtrack.query.runs import latest
@@ -29,6 +30,7 @@ from llmtrack.writer.errors import CorruptSegmentError, UsageError
 from llmtrack.writer.format import SCHEMAS, part_name
 from llmtrack.writer.log.seal import seal_part, seal_segment
 from llmtrack.writer.log.stream import encode_head
+from tests import faults
 from tests.handmade import DAY, write_heartbeat, write_part, write_segment
 from tests.oracle import Point, Segment
 
@@ -648,6 +650,54 @@ def test_a_reader_that_has_seen_enough_is_no_error(root: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait() == 0
+
+
+def test_a_run_that_is_not_ours_to_read_keeps_nobody_from_the_others(tmp_path: Path) -> None:
+    """In a root that many share: it is named with the reason, with status 4, and the rest is as it is."""
+    for run_id in ("mine", "parts", "theirs"):
+        with open_run(tmp_path, run_id=run_id) as run:
+            run.log({"train/loss": 1.5}, step=1, tokens=10)
+    evals = tmp_path / "run_id=mine" / "evals"
+    evals.mkdir()
+    closed = [tmp_path / "run_id=theirs", tmp_path / "run_id=parts" / "segment=00001", evals]
+    commands = [
+        *(["ls", "--json"], ["show", "mine"], ["tail", "mine"], ["alerts"], ["verify"], ["seal", "--silence-s", "0"]),
+        ["eval", "add", "--ckpt", "quick-" + "0" * 32, "--task", "t", "--metric", "m", "--value", "1"],
+    ]
+    code = """
+import contextlib, io, json, sys
+from llmtrack import __main__ as program
+for command in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            program.main(command)
+        except SystemExit as ended:
+            status = ended.code
+    print(json.dumps([status, out.getvalue(), err.getvalue()]))
+"""
+    arguments = json.dumps([[*command, "--root", str(tmp_path)] for command in commands])
+    try:
+        for folder in closed:
+            folder.chmod(0)
+        ran = subprocess.run(
+            faults.unprivileged(sys.executable, "-c", code, arguments), check=True, capture_output=True, text=True
+        )
+    finally:
+        for folder in closed:
+            folder.chmod(0o755)
+    listed, shown, tailed, alerts, verified, sealed, added = map(json.loads, ran.stdout.splitlines())
+    assert listed[0] == 4
+    assert [row["run_id"] for row in json.loads(listed[1]) if row["tokens"] == 10] == ["mine"]
+    for folder in closed:
+        assert f"{folder}: bytes 0 to 0: Permission denied" in listed[2]
+        assert f"{folder}: cannot be listed: Permission denied" in verified[1]
+    assert "segment 1" in shown[1]
+    assert "train/loss=1.5" in tailed[1]
+    assert (alerts[0], verified[0]) == (4, 4)
+    assert sealed[0] == 4
+    assert f"{closed[0]}: Permission denied" in sealed[1]
+    assert added[0] == 0, added
 
 
 @pytest.mark.parametrize(("arguments", "extra"), [([], "query"), (["ls"], "query"), (["demo", "--keep"], "demo")])

@@ -239,8 +239,8 @@ def find_checkpoint(root: Path, ckpt_id: str, *, run_id: str | None = None) -> C
         for path in _checkpoint_parts(run_folder(root, run)):
             try:
                 rows = read_part(path).table
-            except (FormatError, FileNotFoundError):
-                continue  # damaged, of a newer format, or removed: readers match by id, so nothing is lost
+            except (FormatError, FileNotFoundError, PermissionError):
+                continue  # damaged, newer, removed, or not ours to read: readers match by id, so nothing is lost
             ids = rows["ckpt_id"].to_pylist()
             if ckpt_id in ids:
                 at = ids.index(ckpt_id)
@@ -279,7 +279,11 @@ def _check(ckpt_id: str, values: Sequence[EvalValue], tokens: int | None) -> Non
 
 
 def _checkpoint_parts(run: Path) -> Iterator[Path]:
-    for segment in sorted(run.iterdir()):
+    try:
+        segments = sorted(run.iterdir())
+    except PermissionError:  # not ours to read
+        return
+    for segment in segments:
         if SEGMENT_FOLDER.fullmatch(segment.name):
             yield from sorted(segment.glob(f"checkpoints-*{OPEN_SUFFIX}"))
 

@@ -56,17 +56,30 @@ def seal_root(root: Path, *, run: str = "*", silence_s: float = DEFAULT_SILENCE_
         name = RUN_FOLDER.fullmatch(run_path.name)
         if name is None or not fnmatchcase(name[1], run):
             continue
-        for folder in sorted(path for path in run_path.iterdir() if SEGMENT_FOLDER.fullmatch(path.name)):
-            if not any(path.suffix == OPEN_SUFFIX for path in list_parts(folder)):
-                continue
-            if not (has_ended(folder) or (silence := _silence_s(folder)) >= silence_s):
-                heard = f"heard of {silence:.0f} s ago, taken for gone after {silence_s:.0f} (--silence-s)"
-                yield SealResult(folder, skipped=f"may still be written to: {heard}")
-                continue
+        try:
+            folders = sorted(path for path in run_path.iterdir() if SEGMENT_FOLDER.fullmatch(path.name))
+        except OSError as error:  # not ours to read: the others are
+            yield SealResult(run_path, error=_why(error))
+            continue
+        for folder in folders:
             try:
-                yield SealResult(folder, sealed=tuple(seal_segment(folder)))
+                if result := _seal_one(folder, silence_s):
+                    yield result
             except (LlmtrackError, OSError, pa.ArrowException) as error:
-                yield SealResult(folder, error=str(error))
+                yield SealResult(folder, error=_why(error))
+
+
+def _seal_one(folder: Path, silence_s: float) -> SealResult | None:
+    if not any(path.suffix == OPEN_SUFFIX for path in list_parts(folder)):
+        return None
+    if not (has_ended(folder) or (silence := _silence_s(folder)) >= silence_s):
+        heard = f"heard of {silence:.0f} s ago, taken for gone after {silence_s:.0f} (--silence-s)"
+        return SealResult(folder, skipped=f"may still be written to: {heard}")
+    return SealResult(folder, sealed=tuple(seal_segment(folder)))
+
+
+def _why(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def has_ended(folder: Path) -> bool:

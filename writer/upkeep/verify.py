@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -96,25 +94,41 @@ def verify(root: Path, *, deep: bool = False) -> Report:
         raise UsageError(f"there is no root at {root}", hint="give the folder that open_run was given")
     check_root(root)
     report = Report()
-    for run in _folders(root, RUN_FOLDER):
+    in_root = _listed(root, report) or []
+    evals = [path for path in in_root if path.name == EVALS_FOLDER]
+    for run in (path for path in in_root if RUN_FOLDER.fullmatch(path.name)):
         report.runs += 1
-        for adoption in _folders(run, ADOPTION_FOLDER):
+        inside = _listed(run, report) or []
+        evals += [path for path in inside if path.name == EVALS_FOLDER]
+        for adoption in (path for path in inside if ADOPTION_FOLDER.fullmatch(path.name)):
             _verify_segment(adoption, report, deep=deep)
-        for segment in _folders(run, SEGMENT_FOLDER):
+        for segment in (path for path in inside if SEGMENT_FOLDER.fullmatch(path.name)):
             report.segments += 1
             _verify_segment(segment, report, deep=deep)
-    for evals in sorted([*root.glob(f"{EVALS_FOLDER}/*.parquet"), *root.glob(f"run_id=*/{EVALS_FOLDER}/*.parquet")]):
-        _verify_file(evals, report, deep=False)  # they have no digest of rows
+    for folder in evals:
+        for path in _listed(folder, report) or []:
+            if path.suffix == SEALED_SUFFIX:
+                _verify_file(path, report, deep=False)  # they have no digest of rows
     return report
 
 
-def _folders(parent: Path, names: re.Pattern[str]) -> Iterator[Path]:
-    yield from sorted(path for path in parent.iterdir() if names.fullmatch(path.name) and path.is_dir())
+def _listed(folder: Path, report: Report) -> list[Path] | None:
+    """Return what is in a folder, sorted; one that cannot be listed is a finding, and keeps nobody from the others."""
+    try:
+        return sorted(folder.iterdir())
+    except NotADirectoryError:  # nobody's, whatever it is called
+        return None
+    except OSError as error:
+        report.findings.append(Finding(folder, "damaged", f"cannot be listed: {error.strerror}"))
+        return None
 
 
 def _verify_segment(folder: Path, report: Report, *, deep: bool) -> None:
+    paths = _listed(folder, report)
+    if paths is None:
+        return
     parts: dict[str, dict[int, Path]] = defaultdict(dict)
-    for path in sorted(folder.iterdir()):  # X.parquet comes after X.arrows, and is the one that counts
+    for path in paths:  # X.parquet comes after X.arrows, and is the one that counts
         name = PART_FILE.fullmatch(path.name)
         if name is not None:
             parts[name[1]][int(name[2])] = path
@@ -130,6 +144,10 @@ def _verify_segment(folder: Path, report: Report, *, deep: bool) -> None:
     if "segments" not in parts:
         kind: Kind = "missing" if parts else "unstarted"
         report.findings.append(Finding(folder, kind, "the segment has no start record"))
+
+
+def _why(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def _verify_file(path: Path, report: Report, *, deep: bool) -> None:
@@ -157,5 +175,5 @@ def _verify_file(path: Path, report: Report, *, deep: bool) -> None:
     except VersionError as error:
         report.findings.append(Finding(path, "newer", error.reason))
     except (FormatError, pa.ArrowException, OSError) as error:
-        reason = error.reason if isinstance(error, CorruptSegmentError) else f"cannot be read: {error}"
+        reason = error.reason if isinstance(error, CorruptSegmentError) else f"cannot be read: {_why(error)}"
         report.findings.append(Finding(path, "damaged", reason, 0, path.stat().st_size if path.exists() else 0))
