@@ -54,6 +54,7 @@ _Y_LABELS: Final = 5
 _X_LABEL_WIDTH: Final = 22
 _FLOAT_POWER: Final = 300  # beyond it a label may be no number, though the value is one
 _SHORT_S: Final = 3_600 * 6  # a span of time whose minutes are not enough to tell its places apart
+_ASIDE: Final = (0, 1, -1, 2, -2)  # columns in which a mark may stand whose own has another one
 
 
 @dataclass(frozen=True)
@@ -337,6 +338,10 @@ def _marks(
             if first is None or last is None:
                 continue
             ends = [round(scale.x(place) * (canvas.width - 1)) for place in (first, last)]
+            if first == last:  # a fork starts from the checkpoint that was evaluated: both are to be seen
+                beside = [ends[0] + aside for aside in _ASIDE if 0 <= ends[0] + aside < canvas.width]
+                mark = canvas.painted(character, style)
+                ends[:] = [next((column for column in beside if line[column] in (" ", mark)), ends[0])] * 2
             for column in range(max(ends[0], 0), min(ends[1], canvas.width - 1) + 1):
                 line[column] = canvas.painted(character, style)
         if spans:

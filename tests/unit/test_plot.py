@@ -67,6 +67,17 @@ def test_json_has_every_point(odd: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len({(row["name"], row["segment"], row["seq"]) for row in rows}) == len(rows)
 
 
+def test_a_fork_shows_its_parents_marks_each_in_a_place_of_its_own(odd: Path) -> None:
+    """The checkpoint that it was forked from was evaluated: neither mark hides the other."""
+    with query.connect(odd) as con:
+        (curve,) = plot.read_curves(con, "pretrain-7b-recipe-1", ["train/loss"])
+        lines = plot.draw(curve, width=100).splitlines()
+    (marks,) = [line.split() for line in lines if set("".join(line.split())) == set("◆▲Y")]
+    assert "".join(marks) == "◆▲▲Y◆"
+    assert "◆ evaluated (2)" in lines[-1]
+    assert "▲ alert (2)" in lines[-1]
+
+
 def test_a_fork_shows_what_is_missing_in_its_parents_part(tmp_path: Path) -> None:
     """And does not take its parent's segment 1 for its own."""
     parent = [Point(tokens, "loss", 1.0) for tokens in range(10, 201, 10)]
