@@ -28,6 +28,7 @@ from .session import Session
 
 _BATCH_ROWS: Final = 500
 _SWITCH_S: Final = 0.0005  # or the thread that hands rows to the client waits 5 ms for the one that reads the log
+_CLIENT_FOLDER: Final = "WANDB_DIR"
 _ID_TRIES: Final = 20  # ids of deleted runs that are passed over
 _FRESH_S: Final = 3600.0  # an alert older than this wakes nobody up
 _ALIKE: Final = {"running": {"running"}, "finished": {"finished"}, "failed": {"failed", "crashed", "killed"}}
@@ -75,6 +76,7 @@ class WandbSink:
         self._open_api: Any = None
         self._api_of = -1
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder_before: dict[str, str] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
@@ -89,6 +91,7 @@ class WandbSink:
         """Contact the server."""
         wandb_client.require_key(self._url)
         sys.setswitchinterval(_SWITCH_S)
+        self._own_folder()
         with wandb_client.translated(self._url):
             if not self._entity:
                 self._entity = self._api.default_entity or ""
@@ -105,6 +108,17 @@ class WandbSink:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+            os.environ.pop(_CLIENT_FOLDER, None)
+            os.environ.update(self._folder_before)
+
+    def _own_folder(self) -> Path:
+        """Return a folder that is gone in the end; the client makes one in it for every run that it is asked about."""
+        with self._lock:
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="llmtrack-wandb-", ignore_cleanup_errors=True)
+                self._folder_before = {name: os.environ[name] for name in (_CLIENT_FOLDER,) if name in os.environ}
+                os.environ[_CLIENT_FOLDER] = self._folder.name
+            return Path(self._folder.name)
 
     @property
     def _api(self) -> Any:
@@ -226,14 +240,10 @@ class WandbSink:
 
     def _session(self, project: str, ref: str, exit_code: int | None = None) -> Session:
         self._failed.pop(ref, None)
-        with self._lock:
-            if self._folder is None:
-                self._folder = tempfile.TemporaryDirectory(prefix="llmtrack-wandb-")
-            folder = Path(self._folder.name) / str(next(self._numbers))
         return Session(
             self._url,
             (self._entity, project_of(project), ref),
-            folder,
+            self._own_folder() / str(next(self._numbers)),
             timeout_s=self._timeout_s,
             count=lambda: self._count(project, ref),
             pace=self._pace,

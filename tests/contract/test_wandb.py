@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
 import random
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -301,6 +303,18 @@ def test_nothing_about_this_machine_leaves_it(web: Bench, wandb_server: WandbSer
     }  # fmt: skip
     names = {name for run in wandb_server.runs.values() for name in run.files}
     assert names <= {"config.yaml", "wandb-summary.json"}
+
+
+def test_nothing_is_left_among_temporary_files(web: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client makes a folder for every run that it is asked about, named after project and run."""
+    web.log.segment().train(0, 500).checkpoint(300)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    web.sync()
+    web.sync()
+    assert list(temporary.iterdir()) == []
+    assert "WANDB_DIR" not in os.environ
 
 
 def test_several_runs_at_once_get_their_own_rows_and_leave_no_process(web: Bench, wandb_server: WandbServer) -> None:
