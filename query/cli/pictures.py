@@ -317,15 +317,11 @@ def _print_comparison(found: Any) -> None:
     by_place: dict[int, list[dict[str, Any]]] = {place: [] for place in found.grid}
     for row in found.rows:
         by_place[row["tokens"]].append(row)
-    heads = ["TOKENS", *found.runs, *(f"{run_id} - {found.runs[0]}" for run_id in found.runs[1:])]
-    layout.print_table(
-        heads,
-        [
-            [
-                place,
-                *(number(row["value"]) for row in rows),
-                *(f"{row['difference']:+.4g}" if row["difference"] is not None else "" for row in rows[1:]),
-            ]
-            for place, rows in zip(layout.tokens_apart(found.grid), by_place.values(), strict=True)
-        ],
-    )
+    lines = []
+    for place, (first, *others) in zip(layout.tokens_apart(found.grid), by_place.values(), strict=True):
+        lines.append([place, number(first["value"])])
+        for row in others:
+            difference = "" if row["difference"] is None else f"{row['difference']:+.4g}"
+            lines[-1] += [number(row["value"]), difference]
+    heads = [head for run_id in found.runs[1:] for head in (run_id, "- FIRST")]
+    layout.print_table(["TOKENS", found.runs[0], *heads], lines)

@@ -28,6 +28,10 @@ _RANKED: Final = """
 """
 _NAMES: Final = "SELECT DISTINCT task || '/' || metric FROM evals ORDER BY 1"
 _SHOWN_NAMES: Final = 8
+_NO_EVALS: Final = (
+    "add some with `llmtrack eval import FILE` or llmtrack.log_eval; what run.log logged is a metric, which "
+    "`llmtrack plot` and `compare` show"
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def _no_such_name(con: duckdb.DuckDBPyConnection, name: str, *, elsewhere: bool)
         return UsageError(f"none of these runs has an evaluation {name}", hint="leave the runs out to see all")
     names = [str(row[0]) for row in con.execute(_NAMES).fetchall()]
     if not names:
-        return UsageError("there are no evaluations in this root", hint="add some with `llmtrack eval import FILE`")
+        return UsageError("there are no evaluations in this root", hint=_NO_EVALS)
     shown = difflib.get_close_matches(name, names, _SHOWN_NAMES, 0.3) or names[:_SHOWN_NAMES]
     return UsageError(f"there is no evaluation {name}", hint=f"one of {', '.join(shown)}")
 

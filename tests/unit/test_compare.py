@@ -136,7 +136,7 @@ def test_the_command_prints_a_table_json_and_a_picture(root: Path, tmp_path: Pat
     status, out, err = llmtrack("compare", "loss", "a", "b", "c", "--root", root, "--at", "70", "--at", "150")
     assert status == 0
     lines = [line.split() for line in out.splitlines()]
-    assert lines[0] == ["TOKENS", "a", "b", "b", "-", "a"]
+    assert lines[0] == ["TOKENS", "a", "b", "-", "FIRST"]
     assert lines[2:] == [["70", "930", "830", "-100"], ["150", "850"]]
     assert "left out: c has no loss" in err
     status, out, err = llmtrack("compare", "loss", "[ab]", "--root", root, "--json", "-o", picture)
