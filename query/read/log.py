@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -55,14 +56,17 @@ _QUIET_S: Final = 300.0  # without a write: network file systems show one after 
 _DECODE_BYTES: Final = 32 << 20  # of messages decoded together: ten times that in memory
 _DECODE_PARTS: Final = 500  # likewise: what is read, decoded and joined while still in the processor's cache is faster
 
-# Segments are listed, and their new sealed parts looked at, by several threads: each waits for the storage most of the
-# time, and holds one sealed part at most. For a few segments threads take longer to start.
-_SURVEY_THREADS: Final = 4
-_SURVEY_AHEAD_FROM: Final = 16
-_SURVEYED_TOGETHER: Final = 16
+# Segments are listed, their new sealed parts looked at and their records read by several threads: each waits for the
+# storage most of the time, and holds one sealed part at most. For a few, threads take longer to start.
+_THREADS: Final = 4
+_AHEAD_FROM: Final = 16
+_TOGETHER: Final = 16
 
 _Key = tuple[str, int]  # run_id, segment
 _Survey = tuple[Listing, dict[int, Sealed]]
+_Read = tuple[RawPart, tuple[Damage, ...]] | FormatError | OSError
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -262,7 +266,7 @@ class Log:
             wanted &= set(changed)
         while wanted:
             changing = [segment for run_id in sorted(wanted) for segment in self._list_run(run_id, news)]
-            surveys = zip(changing, self._survey_all(changing), strict=True)
+            surveys = zip(changing, _ahead(self._survey, changing), strict=True)
             new = [(segment, self._take_in(segment, survey, news)) for segment, survey in surveys]
             self._read_small(new, news)
             listed += new
@@ -347,17 +351,6 @@ class Log:
         new = (part for part in sorted(listing.sealed) if not segment.sealed.get(part))
         return listing, {part: self._look(segment.sealed_path(part)) for part in new}
 
-    def _survey_all(self, segments: Sequence[_Segment]) -> Iterator[_Survey]:
-        """Yield a survey of each segment; several are made at once, because storage takes its time to answer."""
-        if len(segments) < _SURVEY_AHEAD_FROM:
-            yield from map(self._survey, segments)
-            return
-        some = max(min(_SURVEYED_TOGETHER, len(segments) // (4 * _SURVEY_THREADS)), 1)
-        pieces = [segments[first : first + some] for first in range(0, len(segments), some)]
-        with ThreadPoolExecutor(_SURVEY_THREADS, "llmtrack-survey") as pool:
-            for surveys in pool.map(lambda piece: list(map(self._survey, piece)), pieces):
-                yield from surveys
-
     def _take_in(self, segment: _Segment, survey: _Survey, news: News) -> Listing:
         listing, looks = survey
         for part in sorted(listing.sealed):
@@ -401,29 +394,32 @@ class Log:
                 if any(_has_changed(segment, listing, table, part) for part in paths):
                     by_table[table].append((segment, paths))
         for table, changed in by_table.items():
-            found: list[Found] = []
-            for segment, paths in changed:
-                if any((table, part) in segment.open for part in paths):
-                    news.replaced[table].add(segment.key)
-                found += self._read_small_parts(segment, table, paths)
-                if len(found) >= _DECODE_PARTS:
-                    self._decode_small(table, found, news)
-                    found = []
-            self._decode_small(table, found, news)
+            read_earlier = (any((table, part) in segment.open for part in paths) for segment, paths in changed)
+            news.replaced[table].update(segment.key for segment, _ in itertools.compress(changed, read_earlier))
+            all_parts = [(segment, part, path) for segment, paths in changed for part, path in paths.items()]
+            found = self._read_small_parts(table, all_parts)
+            while some := list(itertools.islice(found, _DECODE_PARTS)):
+                self._decode_small(table, some, news)
 
-    def _read_small_parts(self, segment: _Segment, table: str, paths: Mapping[int, str]) -> Iterator[Found]:
-        """Yield the parts of a small table in one segment, the last one first."""
+    def _read_small_parts(self, table: str, parts: Sequence[tuple[_Segment, int, str]]) -> Iterator[Found]:
+        """Yield parts of a small table, of each segment the last one first."""
+        before: _Segment | None = None
         before_seq: int | None = None
-        for part, path in paths.items():
-            try:
-                raw = self._read_raw(segment, path, 0)
-            except FileNotFoundError:
-                continue  # nobody seals these: the whole run is being deleted
-            segment.open[table, part] = _Progress()
-            if raw is not None:
-                segment.open[table, part].size = raw.next_offset + raw.torn_bytes
-                yield Found(*segment.key, table, part, raw, before_seq)
-                before_seq = _lower(before_seq, raw.first_seq)
+        for first in range(0, len(parts), _DECODE_PARTS):  # so that no more wait to be decoded
+            some = parts[first : first + _DECODE_PARTS]
+            reads = _ahead(lambda one: _try_raw(one[0], one[2], 0), some)
+            for (segment, part, path), read in zip(some, reads, strict=True):
+                if segment is not before:
+                    before, before_seq = segment, None
+                try:
+                    raw = self._take_raw(path, 0, read)
+                except FileNotFoundError:
+                    continue  # nobody seals these: the whole run is being deleted
+                progress = segment.open[table, part] = _Progress()
+                if raw is not None:
+                    progress.size = raw.next_offset + raw.torn_bytes
+                    yield Found(*segment.key, table, part, raw, before_seq)
+                    before_seq = _lower(before_seq, raw.first_seq)
 
     def _decode_small(self, table: str, found: Sequence[Found], news: News) -> None:
         rows, _ = self._decode(found)
@@ -473,7 +469,8 @@ class Log:
         for part in parts:
             if _has_changed(segment, listing, "metrics", part):
                 before = segment.open.get(("metrics", part), _Progress())
-                read[part] = self._read_raw(segment, listing.open["metrics", part], before.offset)
+                path = listing.open["metrics", part]
+                read[part] = self._take_raw(path, before.offset, _try_raw(segment, path, before.offset))
         found: list[Found] = []
         before_seq: int | None = None  # rows from here on stand in a later part too
         oldest = min(parts, default=0)
@@ -496,26 +493,21 @@ class Log:
             before_seq = _lower(before_seq, progress.first_seq)
         return found
 
-    def _read_raw(self, segment: _Segment, path: str, offset: int) -> RawPart | None:
-        """Read and verify one open part from an offset on; None when nothing of it can be read.
+    def _take_raw(self, path: str, offset: int, read: _Read) -> RawPart | None:
+        """Note what was damaged in an open part that was read from an offset on; None when nothing of it can be read.
 
         Raises:
             FileNotFoundError: It was sealed, or deleted, meanwhile.
         """
-        lost: tuple[Damage, ...] = ()
-        try:
-            raw = read_raw_part(path, offset=offset, live=not segment.ended)
-            if raw.torn_bytes and not segment.ended and time.time() - modified_s(path) > _QUIET_S:
-                # Nobody is about to write the rest. If all of it is there and fails its check, something was lost.
-                lost = read_raw_part(path, offset=raw.next_offset, live=False).damages
-        except FormatError as error:  # of a newer version
-            self._faults[path] = Damage(error.path, error.offset, size_of(path), error.reason)
+        if isinstance(read, FormatError):  # of a newer version
+            self._faults[path] = Damage(read.path, read.offset, size_of(path), read.reason)
             return None
-        except OSError as error:
-            if error.errno in VANISHED:
-                raise FileNotFoundError(path) from error
-            self._faults[path] = Damage(Path(path), offset, size_of(path), os.strerror(error.errno or 0))
+        if isinstance(read, OSError):
+            if read.errno in VANISHED:
+                raise FileNotFoundError(path) from read
+            self._faults[path] = Damage(Path(path), offset, size_of(path), os.strerror(read.errno or 0))
             return None
+        raw, lost = read
         self._faults.pop(path, None)
         self._faults.update((path, damage) for damage in lost)
         earlier = self._damages.pop(path, ()) if offset else ()
@@ -572,6 +564,31 @@ class Log:
     def _cannot_decode(self, error: CorruptSegmentError) -> None:
         path = str(error.path)
         self._faults[path] = Damage(error.path, 0, size_of(path), error.reason)
+
+
+def _ahead(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
+    """Yield what a function returns for each item; of many, several are asked for at once."""
+    if len(items) < _AHEAD_FROM:
+        yield from map(function, items)
+        return
+    some = max(min(_TOGETHER, len(items) // (4 * _THREADS)), 1)
+    pieces = [items[first : first + some] for first in range(0, len(items), some)]
+    with ThreadPoolExecutor(_THREADS, "llmtrack-read") as pool:
+        for results in pool.map(lambda piece: list(map(function, piece)), pieces):
+            yield from results
+
+
+def _try_raw(segment: _Segment, path: str, offset: int) -> _Read:
+    """Read and verify one open part from an offset on; and what its torn end has lost, if nobody writes the rest."""
+    lost: tuple[Damage, ...] = ()
+    try:
+        raw = read_raw_part(path, offset=offset, live=not segment.ended)
+        if raw.torn_bytes and not segment.ended and time.time() - modified_s(path) > _QUIET_S:
+            # If all of it is there and fails its check, something was lost.
+            lost = read_raw_part(path, offset=raw.next_offset, live=False).damages
+    except (FormatError, OSError) as error:
+        return error
+    return raw, lost
 
 
 def _has_changed(segment: _Segment, listing: Listing, table: str, part: int) -> bool:

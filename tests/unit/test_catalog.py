@@ -121,10 +121,10 @@ def test_a_catalog_of_odd_names_values_and_damage_is_the_same_elsewhere(tmp_path
         for seq in range(1, 11)
         for name, value in zip(names, values, strict=True)
     ]
-    for run_id, is_sealed in (("007", True), ("a", False), ("A", False)):
-        part = write_part(write_segment(root, Segment(run_id, 1)), "metrics", rows, batch=11)
-        if is_sealed:
-            seal_part(part)
+    sealed, _, part = (
+        write_part(write_segment(root, Segment(run_id, 1)), "metrics", rows, batch=11) for run_id in ("007", "a", "A")
+    )
+    seal_part(sealed)
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
@@ -133,7 +133,7 @@ def test_a_catalog_of_odd_names_values_and_damage_is_the_same_elsewhere(tmp_path
     log_eval(root, "nobody@7", "t'ask", {"ac'c\n": math.nan}, harness="h'")
     path = tmp_path / "cata'log.duckdb"
     assert [str(row[1]) for row in save_catalog(root, path)] == [str(part)]
-    asked = (*_VIEWS, "wide('007')", "wide('empty')")
+    asked: tuple[str, ...] = (*_VIEWS, "wide('007')", "wide('empty')")
     asked += tuple(f"series('a', '{name.replace(chr(39), chr(39) * 2)}')" for name in names)
     found, expected = plain(path, *asked), ours(root, *asked)
     assert {name: sorted(rows) for name, rows in found.items()} == {

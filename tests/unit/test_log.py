@@ -523,7 +523,7 @@ def test_a_dead_segment_that_was_sealed_says_how_far_it_came(tmp_path: Path, fol
     assert (place.tokens, place.step) == (500, 500)
 
 
-def test_many_segments_are_surveyed_by_several_threads_and_come_in_order(
+def test_many_segments_are_read_by_several_threads_and_come_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With their damage and their copies, as one after the other."""
@@ -538,7 +538,7 @@ def test_many_segments_are_surveyed_by_several_threads_and_come_in_order(
             shutil.copy(part, folder / part_name("metrics", 2, SEALED_SUFFIX))
     logs = []
     for ahead_from in (16, 1000):
-        monkeypatch.setattr(log_module, "_SURVEY_AHEAD_FROM", ahead_from)
+        monkeypatch.setattr(log_module, "_AHEAD_FROM", ahead_from)
         logs.append(Log(tmp_path, check=True))
         logs[-1].read()
     at_once, one_by_one = logs
@@ -547,4 +547,4 @@ def test_many_segments_are_surveyed_by_several_threads_and_come_in_order(
     assert at_once.damages() == one_by_one.damages()
     assert len(at_once.damages()) == 9
     assert at_once.first_tokens() == one_by_one.first_tokens()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmtrack-survey")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmtrack-read")]
