@@ -9,13 +9,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
+from llmtrack.writer.errors import NotInstalledError, RetryableSinkError, UsageError
+
 try:
     import click
-except ModuleNotFoundError as error:  # the base install is for trainers, and has no commands
-    raise SystemExit(f"error: {error.name} is not installed\n  try: pip install 'llmtrack-log[mlflow]'") from None
+except ModuleNotFoundError:  # the base install is for trainers, and has no commands
+    _EXTRA = "wandb" if {"wandb", "--to=wandb"} & set(sys.argv) else "mlflow"
+    raise SystemExit(f"error: {NotInstalledError('click', extra=_EXTRA)}") from None
 
 from llmtrack.query.text.console import EXIT_DAMAGED, EXIT_OK, EXIT_USAGE, run, say, to_json
-from llmtrack.writer.errors import RetryableSinkError, UsageError
 
 from .config import Watching, configurable
 from .replay import cursor

@@ -120,6 +120,17 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(root: Path, elsewhere
     assert written(elsewhere) == []
 
 
+def test_without_click_the_tracker_that_was_asked_for_is_named(root: Path) -> None:
+    """One extra brings all that it takes."""
+    code = "import sys; sys.modules['click'] = None\nimport llmtrack.sync.cli"
+    call = [sys.executable, "-c", code, str(root), "--to", "wandb"]
+    done = subprocess.run(
+        call, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": _checkout()}
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: click is not installed\n  try: pip install 'llmtrack-log[wandb]', or ")
+
+
 def test_a_dry_run_contacts_and_writes_nothing(root: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It says what would be sent, without importing the tracker's library."""
     assert run(root, "--to", "mlflow", "--dry-run", "--json") == 0
