@@ -235,7 +235,7 @@ def _write_skip(con: duckdb.DuckDBPyConnection, rows: Sequence[Row], path: Path,
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     say(
         f"{path}: {len(content['batch_ids']):,} ids and {len(content['positions']):,} positions around "
-        f"{len(rows):,} alerts"
+        f"{len(rows):,} alert{'s' if len(rows) != 1 else ''}"
     )
     if rows and not content["batch_ids"] and not content["positions"]:
         say(
