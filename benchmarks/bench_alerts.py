@@ -2,9 +2,10 @@
 
     python benchmarks/bench_alerts.py              # the table of docs/ALERTS.md
     python benchmarks/bench_alerts.py --curves 5   # quickly
+    python benchmarks/bench_alerts.py --first-seed 0    # the curves on which thresholds were chosen
 
 Every rule sees the same curves, and becomes an alert in the same way: what goes on, or comes back within 20 points, is
-one alert.
+one alert. The curves of the table are held out: no threshold was chosen on them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import argparse
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -23,6 +25,8 @@ from llmtrack.alerts import Detector, Divergence, Finding, GradientSpike, LossSp
 from tests import curves
 
 SPEED = "throughput/tokens_per_s"
+
+Kind = tuple[str, Callable[[], Detector], Callable[[int], curves.Curve], int]
 
 
 class Rule(Detector):
@@ -134,7 +138,7 @@ def measure(make: Callable[[], Detector], many: Iterator[curves.Curve]) -> curve
     return sum((curves.score(one, curves.raised(make(), one.values.tolist())) for one in many), curves.Score())
 
 
-def spikes(count: int) -> Iterator[tuple[str, Callable[[], Detector], Callable[[int], curves.Curve], int]]:
+def spikes(count: int) -> Iterator[Kind]:
     """Yield kinds of curves: name, our detector, how one is made, how many."""
     yield "loss", LossSpike, curves.loss, count
     yield "loss, spikes of 8 to 16 deviations", LossSpike, lambda at: curves.loss(at, deviations=(8, 16)), count
@@ -160,13 +164,46 @@ def spikes(count: int) -> Iterator[tuple[str, Callable[[], Detector], Callable[[
     yield "gradient norm", GradientSpike, curves.grad_norm, count
 
 
-def print_spikes(count: int, first: int) -> None:
+def noisy(count: int) -> Iterator[Kind]:
+    """Yield kinds of curves as `spikes` does, with noise that is not Gaussian and white: as real runs have it."""
+    for freedom in (3, 4, 5, 10):
+        yield (
+            f"loss, noise of Student's t({freedom})",
+            LossSpike,
+            lambda at, freedom=freedom: curves.loss(at, 100_000, freedom=freedom, spikes=40),
+            max(count // 5, 1),
+        )
+    yield "loss, t(4), first 20,000 points", LossSpike, lambda at: curves.loss(at, freedom=4), count
+    for memory in (2, 10, 50):
+        yield (
+            f"loss, noise correlated over {memory} points",
+            LossSpike,
+            lambda at, memory=memory: curves.loss(at, memory=memory, wander=0.0),
+            count,
+        )
+    yield "loss, t(4), correlated over 2 points", LossSpike, lambda at: curves.loss(at, freedom=4, memory=2), count
+    yield "gradient norm, t(4)", GradientSpike, lambda at: curves.grad_norm(at, freedom=4), count
+    yield (
+        "gradient norm, correlated over 10 points",
+        GradientSpike,
+        lambda at: curves.grad_norm(at, memory=10),
+        count,
+    )
+    yield (
+        "gradient norm, t(4), correlated over 2 points",
+        GradientSpike,
+        lambda at: curves.grad_norm(at, freedom=4, memory=2),
+        count,
+    )
+
+
+def print_spikes(kinds: Iterator[Kind], first: int) -> None:
     """Print of every rule: spikes found, false alerts per 100,000 points, spikes found later than after two points."""
     rules = ["llmtrack", *PEERS]
-    print(f"| curves: found, false alerts per 100,000 points, late | points | spikes | {' | '.join(rules)} |")
+    print(f"\n| curves: found, false alerts per 100,000 points, late | points | spikes | {' | '.join(rules)} |")
     print("|---|---|---|" + "---|" * len(rules))
     shifts = dict.fromkeys(rules, 0)
-    for name, ours, curve, many in spikes(count):
+    for name, ours, curve, many in kinds:
         results = {
             rule: measure(make, (curve(first + seed) for seed in range(many)))
             for rule, make in {"llmtrack": ours, **PEERS}.items()
@@ -182,6 +219,24 @@ def print_spikes(count: int, first: int) -> None:
     print(f"| alerts at levels that rose for good | | | {' | '.join(map(str, shifts.values()))} |", flush=True)
 
 
+def print_single(count: int, first: int) -> None:
+    """Print how many spikes of one point are found, by their height and by how heavy the tails of the noise are."""
+    heights = (8, 10, 14, 20, 30, 50)
+    print(f"\n| one point alone, found of {2 * count} | {' | '.join(f'{height} deviations' for height in heights)} |")
+    print("|---|" + "---|" * len(heights))
+    for freedom in (inf, 10, 5, 4, 3):
+        found = dict.fromkeys(heights, 0)
+        for seed in range(first, first + count):
+            quiet = curves.loss(seed, 12_000, sigma=0.02, ramp=False, spikes=0, shifts=0, freedom=freedom).values
+            places = [4000 + seed % 900, 8000 + seed % 900]
+            for height in heights:
+                values = quiet.copy()
+                values[places] += height * 0.02
+                found[height] += len(set(places) & set(curves.raised(LossSpike(), values.tolist())))
+        noise = f"Student's t({freedom})" if freedom < inf else "Gaussian noise"
+        print(f"| {noise} | {' | '.join(map(str, found.values()))} |", flush=True)
+
+
 def print_lasting(count: int, first: int) -> None:
     """Print how soon what lasts is found."""
     print("\n| what lasts | found | after, median | 95 % within | false alerts per 100,000 |")
@@ -189,9 +244,62 @@ def print_lasting(count: int, first: int) -> None:
     for drop, noise in ((0.03, 0.01), (0.05, 0.01), (0.05, 0.002), (0.2, 0.01)):
         many = [curves.throughput(first + seed, 1500, drop=drop, noise=noise) for seed in range(4 * count)]
         print_found(f"throughput {drop:.0%} lower, noise {noise:.1%}", ThroughputDrop, many)
+    for memory in (3, 10, 30):
+        many = [curves.throughput(first + seed, 3000, drop=0.05, memory=memory) for seed in range(count)]
+        print_found(f"throughput 5% lower, noise 1.0%, correlated over {memory} points", ThroughputDrop, many)
+    for drop, decline in ((0.05, 300), (0.05, 1000), (0.2, 1000), (0.2, 3000)):
+        many = [curves.throughput(first + seed, 12_000, drop=drop, decline=decline) for seed in range(count)]
+        print_found(f"throughput falls by {drop:.0%} over {decline:,} points, noise 1.0%", ThroughputDrop, many)
     for rise in (0.2, 0.5):
         many = [curves.loss(first + seed, sigma=0.02, spikes=6, shifts=1, rise=rise) for seed in range(count)]
         print_found(f"loss rises by {rise} over 4,000 points, noise 0.02", Divergence, many)
+    for rise in (0.2, 0.5):
+        many = [
+            curves.loss(first + seed, sigma=0.02, spikes=6, shifts=1, rise=rise, memory=50, wander=0.0)
+            for seed in range(count)
+        ]
+        print_found(f"loss rises by {rise}, noise correlated over 50 points", Divergence, many)
+
+
+def print_quiet(count: int, first: int) -> None:
+    """Print how often something is found where nothing lasts."""
+    print("\n| nothing lasts | points | alerts | per 100,000 |")
+    print("|---|---|---|---|")
+    seeds = range(first, first + count)
+    for memory in (0, 3, 10, 30, 100):
+        name = f"throughput, noise 1.0%, correlated over {memory} points" if memory else "throughput, noise 1.0%"
+        print_false(name, ThroughputDrop, (curves.throughput(seed, 20_000, memory=memory) for seed in seeds))
+    print_false("throughput, t(3)", ThroughputDrop, (curves.throughput(seed, 20_000, freedom=3) for seed in seeds))
+    print_false(
+        "throughput, t(3), correlated over 10 points",
+        ThroughputDrop,
+        (curves.throughput(seed, 20_000, freedom=3, memory=10) for seed in seeds),
+    )
+    for freedom in (3, 4, 5):
+        print_false(
+            f"`loss_spike` in the first 2,000 points of t({freedom})",
+            LossSpike,
+            (curves.loss(seed, 2000, freedom=freedom, spikes=0, shifts=0) for seed in seeds),
+        )
+    print_false("`divergence`: loss with spikes and shifts", Divergence, map(curves.loss, seeds))
+    print_false(
+        "`divergence`: loss, t(3)", Divergence, (curves.loss(seed, freedom=3, spikes=0, shifts=0) for seed in seeds)
+    )
+    for memory in (50, 150, 500):
+        print_false(
+            f"`divergence`: loss, noise of 1 to 2 %, correlated over {memory} points",
+            Divergence,
+            (curves.loss(seed, sigma=0.03, ramp=False, memory=memory, spikes=0, shifts=0) for seed in seeds),
+        )
+
+
+def print_false(name: str, make: Callable[[], Detector], many: Iterable[curves.Curve]) -> None:
+    """Print one line of `print_quiet`."""
+    points = alerts = 0
+    for curve in many:
+        points += len(curve.values)
+        alerts += len(curves.raised(make(), curve.values.tolist()))
+    print(f"| {name} | {points:,} | {alerts} | {1e5 * alerts / points:.2f} |", flush=True)
 
 
 def print_found(name: str, make: Callable[[], Detector], many: list[curves.Curve]) -> None:
@@ -239,10 +347,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--curves", type=int, default=100, metavar="N", help="of each kind")
     parser.add_argument("--first-seed", type=int, default=100_000, metavar="SEED")
+    parser.add_argument("--only", choices=list(_PARTS), action="append", metavar="PART", help=", ".join(_PARTS))
     given = parser.parse_args()
-    print_spikes(given.curves, given.first_seed)
-    print_lasting(given.curves, given.first_seed)
-    print_cost(20_000)
+    for part in given.only or _PARTS:
+        _PARTS[part](given.curves, given.first_seed)
+
+
+_PARTS: Final[dict[str, Callable[[int, int], None]]] = {
+    "spikes": lambda count, first: print_spikes(spikes(count), first),
+    "noisy": lambda count, first: print_spikes(noisy(count), first),
+    "single": lambda count, first: print_single(max(count // 5, 1), first),
+    "lasting": print_lasting,
+    "quiet": print_quiet,
+    "cost": lambda count, _first: print_cost(200 * count),
+}
 
 
 if __name__ == "__main__":
