@@ -8,10 +8,9 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,6 +28,7 @@ from llmtrack.writer.format import (
 )
 from llmtrack.writer.log.stream import Damage, RawPart, read_raw_part
 
+from .ahead import ahead
 from .columns import EPOCH, to_column
 from .decode import Found, decode
 from .files import (
@@ -56,17 +56,9 @@ _QUIET_S: Final = 300.0  # without a write: network file systems show one after 
 _DECODE_BYTES: Final = 32 << 20  # of messages decoded together: ten times that in memory
 _DECODE_PARTS: Final = 500  # likewise: what is read, decoded and joined while still in the processor's cache is faster
 
-# Segments are listed, their new sealed parts looked at and their records read by several threads: each waits for the
-# storage most of the time, and holds one sealed part at most. For a few, threads take longer to start.
-_THREADS: Final = 4
-_AHEAD_FROM: Final = 16
-_TOGETHER: Final = 16
-
 _Key = tuple[str, int]  # run_id, segment
 _Survey = tuple[Listing, dict[int, Sealed]]
 _Read = tuple[RawPart, tuple[Damage, ...]] | FormatError | OSError
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -266,7 +258,7 @@ class Log:
             wanted &= set(changed)
         while wanted:
             changing = [segment for run_id in sorted(wanted) for segment in self._list_run(run_id, news)]
-            surveys = zip(changing, _ahead(self._survey, changing), strict=True)
+            surveys = zip(changing, ahead(self._survey, changing), strict=True)
             new = [(segment, self._take_in(segment, survey, news)) for segment, survey in surveys]
             self._read_small(new, news)
             listed += new
@@ -407,7 +399,7 @@ class Log:
         before_seq: int | None = None
         for first in range(0, len(parts), _DECODE_PARTS):  # so that no more wait to be decoded
             some = parts[first : first + _DECODE_PARTS]
-            reads = _ahead(lambda one: _try_raw(one[0], one[2], 0), some)
+            reads = ahead(lambda one: _try_raw(one[0], one[2], 0), some)
             for (segment, part, path), read in zip(some, reads, strict=True):
                 if segment is not before:
                     before, before_seq = segment, None
@@ -564,18 +556,6 @@ class Log:
     def _cannot_decode(self, error: CorruptSegmentError) -> None:
         path = str(error.path)
         self._faults[path] = Damage(error.path, 0, size_of(path), error.reason)
-
-
-def _ahead(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
-    """Yield what a function returns for each item; of many, several are asked for at once."""
-    if len(items) < _AHEAD_FROM:
-        yield from map(function, items)
-        return
-    some = max(min(_TOGETHER, len(items) // (4 * _THREADS)), 1)
-    pieces = [items[first : first + some] for first in range(0, len(items), some)]
-    with ThreadPoolExecutor(_THREADS, "llmtrack-read") as pool:
-        for results in pool.map(lambda piece: list(map(function, piece)), pieces):
-            yield from results
 
 
 def _try_raw(segment: _Segment, path: str, offset: int) -> _Read:

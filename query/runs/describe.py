@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import duckdb
 
+from llmtrack.query.read.ahead import ahead
 from llmtrack.query.read.files import folder_bytes
 from llmtrack.writer.format import run_folder
 
@@ -129,12 +130,12 @@ def list_runs(con: duckdb.DuckDBPyConnection, root: Path, names: Sequence[str] =
         wanted = set(select_runs([row["run_id"] for row in rows], names))
         rows = [row for row in rows if row["run_id"] in wanted]
     losses = last_values(con, LOSS, {row["run_id"] for row in rows})
-    for row in rows:
+    sizes = ahead(folder_bytes, [str(run_folder(root, row["run_id"])) for row in rows])
+    for row, row["size_bytes"] in zip(rows, sizes, strict=True):
         last = losses.get(row["run_id"])
         row["loss_tokens"], row["loss"] = (last.tokens, last.value) if last else (None, None)
         if last and (row["tokens"] is None or last.tokens > row["tokens"]):
             row["tokens"], row["step"] = last.tokens, last.step  # the heartbeat of an open part is up to 30 s old
-        row["size_bytes"] = folder_bytes(str(run_folder(root, row["run_id"])))
     return rows
 
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmtrack.query import connect
-from llmtrack.query.read import log as log_module
+from llmtrack.query.read import ahead
 from llmtrack.query.read.files import Listing, Sealed
 from llmtrack.query.read.log import Log, News, _Segment
 from llmtrack.query.read.points import Packed
@@ -538,7 +538,7 @@ def test_many_segments_are_read_by_several_threads_and_come_in_order(
             shutil.copy(part, folder / part_name("metrics", 2, SEALED_SUFFIX))
     logs = []
     for ahead_from in (16, 1000):
-        monkeypatch.setattr(log_module, "_AHEAD_FROM", ahead_from)
+        monkeypatch.setattr(ahead, "_LEAST", ahead_from)
         logs.append(Log(tmp_path, check=True))
         logs[-1].read()
     at_once, one_by_one = logs
@@ -547,4 +547,4 @@ def test_many_segments_are_read_by_several_threads_and_come_in_order(
     assert at_once.damages() == one_by_one.damages()
     assert len(at_once.damages()) == 9
     assert at_once.first_tokens() == one_by_one.first_tokens()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmtrack-read")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("llmtrack-ahead")]
