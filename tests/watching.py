@@ -16,6 +16,20 @@ Value = tuple[str, int, int, float]  # name, tokens, milliseconds, value
 Curves = dict[Key, Counter[Value]]
 
 
+class _Still(Oracle):
+    """An oracle of a log as it is now: a horizon is worked out once, and not for each of a hundred thousand points."""
+
+    def __init__(self, segments: list[Segment]) -> None:
+        super().__init__(segments)
+        self._horizons: dict[str, float] = {}
+
+    def horizon(self, run_id: str) -> float:
+        """Return what the oracle says."""
+        if run_id not in self._horizons:
+            self._horizons[run_id] = super().horizon(run_id)
+        return self._horizons[run_id]
+
+
 def expected(root: Path) -> Curves:
     """Return every run that a tracker should hold, with its points, from the files of a log."""
     segments: list[Segment] = []
@@ -41,7 +55,7 @@ def expected(root: Path) -> Curves:
                 start is not None,
             )
         )
-    oracle = Oracle(segments)
+    oracle = _Still(segments)
     horizons = {run_id: oracle.horizon(run_id) for run_id in oracle.runs()}
     curves: Curves = {(run_id, "canonical", None): Counter() for run_id in horizons}
     for segment in segments:
@@ -61,10 +75,16 @@ def expected(root: Path) -> Curves:
     return curves
 
 
+def _reading(database: Path) -> contextlib.closing[sqlite3.Connection]:
+    uri = f"file:{database}?mode=ro"
+    return contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=60))
+
+
 def stored(database: Path) -> Curves:
     """Return what MLflow's database holds of runs that count, without what sync adds to their points."""
     curves: Curves = {}
-    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as con:
+    with _reading(database) as con:
+        con.execute("BEGIN")  # a run may be deleted between two statements
         for (ref,) in con.execute("SELECT run_uuid FROM runs WHERE lifecycle_stage = 'active'").fetchall():
             tags = dict(con.execute("SELECT key, value FROM tags WHERE run_uuid = ?", [ref]))
             kind = tags["llmtrack.kind"]
@@ -81,7 +101,7 @@ def stored(database: Path) -> Curves:
 
 def statuses(database: Path) -> dict[str, str]:
     """Return the status of each canonical run in MLflow."""
-    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as con:
+    with _reading(database) as con:
         return dict(
             con.execute(
                 "SELECT i.value, status FROM runs JOIN tags k ON k.run_uuid = runs.run_uuid AND k.key = 'llmtrack.kind'"
@@ -92,7 +112,7 @@ def statuses(database: Path) -> dict[str, str]:
 
 def states(database: Path) -> dict[str, str]:
     """Return what each canonical run in MLflow is said to be, more exactly than MLflow's own status can."""
-    with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as con:
+    with _reading(database) as con:
         return dict(
             con.execute(
                 "SELECT i.value, s.value FROM tags s JOIN tags i USING (run_uuid)"

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,8 @@ import pytest
 from llmtrack import query
 from llmtrack.sync.mlflow.sink import MlflowSink
 from tests.faults import wait_until
-from tests.watching import difference, expected, stored
+from tests.wandb_server import KEY, WandbServer
+from tests.watching import Curves, Key, difference, expected, stored
 
 _TRAINER = Path(__file__).with_name("watched.py")
 _SYNC = (sys.executable, "-c", "from llmtrack.sync.cli import main; main()")
@@ -47,6 +49,8 @@ class Count:
 
 class World:
     """A root, a database behind a tracker, and everybody who is at work on them."""
+
+    to = "mlflow"
 
     def __init__(self, folder: Path, seed: int, life_s: tuple[float, float]) -> None:
         self.random = random.Random(seed)
@@ -100,7 +104,7 @@ class World:
 
     def sync(self) -> subprocess.Popen[bytes]:
         """Start a watch."""
-        place = ["--to", "mlflow", "--tracking-uri", self.uri, "--state", str(self.state)]
+        place = ["--to", self.to, "--tracking-uri", self.uri, "--state", str(self.state)]
         options = ["--watch", "--json", "--timeout", "5", "--stalled-after", "5", "--lost-after", "600"]
         with self.log.open("ab") as log:
             return subprocess.Popen(
@@ -135,24 +139,60 @@ class World:
         except Exception as error:  # noqa: BLE001 - raised by the test
             self.count.errors.append(repr(error))
 
+    def stored(self) -> Curves:
+        """Return what the tracker holds."""
+        return stored(self.database)
+
+    def left(self) -> dict[Key, tuple[int, int]]:
+        """Return where the tracker holds anything else than what the files say."""
+        return difference(expected(self.root), self.stored())
+
     def is_there(self) -> bool:
         """Return whether the tracker holds exactly what the files say."""
-        return not difference(expected(self.root), stored(self.database))
+        return not self.left()
+
+
+class WandbWorld(World):
+    """The same with a W&B server in the test's own memory."""
+
+    to = "wandb"
+
+    def __init__(self, folder: Path, seed: int, life_s: tuple[float, float], server: WandbServer) -> None:
+        super().__init__(folder, seed, life_s)
+        self.server, self.uri = server, server.url
+        self.environment |= {"WANDB_API_KEY": KEY, "WANDB_DIR": str(folder), "WANDB_ERROR_REPORTING": "false"}
+
+    def stored(self) -> Curves:
+        """Return what the tracker holds."""
+        curves: Curves = {}
+        hidden = {"tokens_seen", "step", "_timestamp", "_step", "_runtime", "segment", "checkpoint"}
+        for run in self.server.find("watched"):
+            about = run.about
+            if about["kind"] == "replaced":
+                continue
+            key = str(about["run_id"]), str(about["kind"]), about.get("segment")
+            assert key not in curves, f"twice there: {key}"
+            curves[key] = Counter(
+                (name, row["tokens_seen"], round(row["_timestamp"] * 1000), value)
+                for row in run.rows
+                for name, value in row.items()
+                if name not in hidden and not name.startswith("alert/")
+            )
+        return curves
 
 
 def _until_it_is_there(world: World) -> None:
     deadline_s = time.monotonic() + _ENOUGH_S
     # What is in the database is not accepted before its answer has come.
-    while not world.is_there() or any(row["waiting"] for row in world.status()):
+    while (left := world.left()) or any(row["waiting"] for row in world.status()):
         if time.monotonic() > deadline_s:
-            left = difference(expected(world.root), stored(world.database))
             raise AssertionError(f"{left}\n{world.status()}\n{world.log.read_text()[-4000:]}")
         time.sleep(0.5)  # between two looks: another process is waited for, which tells nobody
 
 
 def _once_more(world: World) -> None:
     """A sync of its own finds nothing to send."""
-    place = ["--to", "mlflow", "--tracking-uri", world.uri, "--state", str(world.state), "--lost-after", "600"]
+    place = ["--to", world.to, "--tracking-uri", world.uri, "--state", str(world.state), "--lost-after", "600"]
     done = subprocess.run(
         [*_SYNC, str(world.root), *place, "--json"], env=world.environment, capture_output=True, text=True, check=False
     )
@@ -280,7 +320,45 @@ def test_for_long_and_with_a_server_that_comes_and_goes(tmp_path: Path) -> None:
         sync.kill()
         sync.wait()
         stack.close()
-    there = stored(world.database)
+    _print(world, seed)
+
+
+def _print(world: World, seed: int) -> None:
+    there = world.stored()
     points = sum(sum(curve.values()) for curve in there.values())
     runs = len({key[0] for key in there})
     print(f"seed {seed}: {world.count}; {runs} runs, {len(there)} in the tracker, {points} points")  # noqa: T201
+
+
+@pytest.mark.soak
+def test_into_weights_and_biases_for_long_with_a_server_that_comes_and_goes(tmp_path: Path) -> None:
+    """As above, into the other tracker, whose client has processes of its own, for `SOAK_S` seconds (600)."""
+    seed = int(os.environ.get("SOAK_SEED", "0")) or random.SystemRandom().randrange(1_000_000)
+    until_s = time.monotonic() + float(os.environ.get("SOAK_S", "600"))
+    with WandbServer(remember=False) as server:
+        world = WandbWorld(tmp_path, seed, (5.0, 40.0), server)
+        sync = world.sync()
+        try:
+            with _at_work(world):
+                while time.monotonic() < until_s:
+                    world.over.wait(world.random.uniform(10, 40))
+                    if world.random.random() < 0.5:
+                        sync.kill()
+                        sync.wait()
+                        sync = world.sync()
+                        world.count.syncs_killed += 1
+                    if world.random.random() < 0.3:
+                        server.down()
+                        world.over.wait(world.random.uniform(1, 20))
+                        server.up()
+                        world.count.outages += 1
+            assert world.count.errors == []
+            _until_it_is_there(world)
+            sync.send_signal(signal.SIGTERM)
+            assert sync.wait() == 0, world.log.read_text()[-4000:]
+            _once_more(world)
+            assert world.is_there()
+        finally:
+            sync.kill()
+            sync.wait()
+        _print(world, seed)
