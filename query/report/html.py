@@ -10,6 +10,7 @@ from importlib import resources
 from typing import Final
 
 LONG: Final = 300  # characters of one text in a table
+_ONE_LINE: Final = 18  # characters of a text that is not broken: a time, a span of time
 
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ufeff]")
 _PICTURES: Final = 0x2400  # where Unicode has pictures of control characters
@@ -52,11 +53,16 @@ def table(
         f'<th scope="col"{kind_}>{html.escape(name)}</th>' for name, kind_ in zip(heads, classes, strict=True)
     )
     body = "\n".join(
-        "<tr>" + "".join(f"<td{kind_}>{cell(one)}</td>" for one, kind_ in zip(row, classes, strict=True)) + "</tr>"
-        for row in rows
+        f"<tr>{''.join(_cell(one, kind_) for one, kind_ in zip(row, classes, strict=True))}</tr>" for row in rows
     )
     begin = f'<div class="scroll" tabindex="0"><table class="{kind}"><thead><tr>{head}</tr></thead>'
     return Html(f"{begin}\n<tbody>\n{body}\n</tbody></table></div>")
+
+
+def _cell(value: object, kind: str) -> str:
+    if not kind and not isinstance(value, Html) and len(str(value)) <= _ONE_LINE:
+        kind = ' class="s"'
+    return f"<td{kind}>{cell(value)}</td>"
 
 
 def cell(value: object) -> Html:

@@ -61,7 +61,8 @@ def _segment_cells(run: RunData, row: Row, *, several: bool) -> Iterator[object]
         other = "" if row["from_run"] == run.run_id else f"{row['from_run']}, "
         reason = f" ({row['fork_reason']})" if row["fork_reason"] else ""
         yield f"{other}segment {row['from_segment']}{reason}"
-    yield Html(f"{token_count(row['start_tokens'])} to {token_count(row['last_tokens'])}")
+    from_to = f"{token_count(row['start_tokens'])} to {token_count(row['last_tokens'])}"
+    yield Html(f'<span class="name-of">{from_to}</span>')
     is_last = row is run.described.segments[-1]
     yield badge(row["exit"] or (run.described.run["status"] if is_last else "no end"), row["detail"])
     yield layout.moment(row["start_time"])

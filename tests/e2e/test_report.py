@@ -410,6 +410,9 @@ def test_words_in_tables_are_whole_in_a_narrow_window(opened: Open, odd: Path) -
         "['web-000901', 'spike', 'pretrain-7b-3-1500'].map(name => [...document.querySelectorAll('td .name-of')]"
         ".find(one => one.textContent === name).getBoundingClientRect().height)"
     )
+    spans = "[...document.querySelectorAll('td')].filter(cell => /^[0-9]+ (h [0-9]+ )?min$/.test(cell.textContent))"
+    heights += browser.run(f"{spans}.map(cell => cell.clientHeight - 8)")
+    assert len(heights) > 4
     assert max(heights) < 24, "one line"
     assert browser.run("document.documentElement.scrollWidth") == 375
 
