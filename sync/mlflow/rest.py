@@ -1,4 +1,4 @@
-"""MLflow's public REST API as far as points need it, without MLflow itself.
+"""MLflow's public REST API as far as points and tables need it, without MLflow itself.
 
 MLflow's client turns every metric into a protocol buffer and that into indented JSON, which costs five times as much as
 writing the same JSON, takes two seconds to import, and cannot tell one failure of the network from another. So what is
@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from llmtrack.sync.sink import Record
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 _API: Final = "/api/2.0/mlflow"
+_ARTIFACTS: Final = "/api/2.0/mlflow-artifacts/artifacts"
+_PROXIED: Final = "mlflow-artifacts"
 _NOT_THERE: Final = "RESOURCE_DOES_NOT_EXIST"
 _EXISTS: Final = "RESOURCE_ALREADY_EXISTS"
 _EMPTY: Final = "EMPTY_ANSWER"
@@ -106,6 +108,13 @@ class Outputs(NamedTuple):
     """As MLflow's `RunOutputs`."""
 
     model_outputs: list[ModelOutput]
+
+
+class File(NamedTuple):
+    """As MLflow's `FileInfo`; the path is that below the run's artifacts."""
+
+    path: str
+    file_size: int | None
 
 
 class Run(NamedTuple):
@@ -218,6 +227,32 @@ class RestClient:
         """Add at most a thousand records in one request."""
         metrics = [{"key": r.key, "value": r.value, "timestamp": r.time_ms, "step": r.tokens} for r in records]
         self._post("runs/log-batch", {"run_id": ref, "metrics": metrics})
+
+    def log_text(self, ref: str, text: str, artifact_file: str) -> None:
+        """Store a JSON text among a run's artifacts."""
+        folder = self._proxied_folder(ref)
+        if folder is None:
+            self.__getattr__("log_text")(ref, text, artifact_file)
+        else:
+            endpoint = f"{_ARTIFACTS}/{quote(f'{folder}/{artifact_file}')}"
+            response = self._send("PUT", endpoint, None, text.encode())
+            if not response.ok:  # what is answered when all went well is nothing
+                _content(response, artifact_file)
+
+    def list_artifacts(self, ref: str, path: str) -> Sequence[Any]:
+        """Return the files in a folder of a run's artifacts."""
+        folder = self._proxied_folder(ref)
+        if folder is None:
+            found: Sequence[Any] = self.__getattr__("list_artifacts")(ref, path)
+            return found
+        answer = _content(self._send("GET", _ARTIFACTS, {"path": f"{folder}/{path}"}, None), path)
+        files = answer.get("files", ())
+        return [File(f"{path}/{file['path']}", int(file["file_size"])) for file in files if "file_size" in file]
+
+    def _proxied_folder(self, ref: str) -> str | None:
+        """Return where the server keeps a run's artifacts; None where MLflow's client has to go elsewhere itself."""
+        place = urlsplit(self.get_run(ref).info.artifact_uri)
+        return place.path.strip("/") if place.scheme == _PROXIED and not place.netloc else None
 
     def history(self, ref: str, key: str, *, page: int, skip: int) -> Iterator[Record]:
         """Yield the records of one key in MLflow's order: time, step, value."""

@@ -205,8 +205,6 @@ class Teller:
 
     def _send(self, plan: _Plan) -> None:
         """Send the marks first, then models, and what belongs to a model once that is there."""
-        from mlflow.entities import LoggedModelOutput, Metric
-
         for model_id, tags in plan.marks.items():
             self._client.set_logged_model_tags(model_id, tags)
         for model_id in plan.extra:
@@ -217,12 +215,25 @@ class Teller:
             self._create_model(checkpoint)
         if plan.models:
             plan = self._look()
-        metrics = [Metric(r.key, r.value, r.time_ms, r.tokens, model_id=model) for r, model in plan.metrics]
-        for at in range(0, len(metrics), _BATCH):
-            self._client.log_batch(self._run.ref, metrics=metrics[at : at + _BATCH])
+        plain = [record for record, model in plan.metrics if model is None]
+        for at in range(0, len(plain), _BATCH):
+            self._client.log_records(self._run.ref, plain[at : at + _BATCH])
+        self._send_to_models([(record, model) for record, model in plan.metrics if model is not None])
         if plan.links:
+            from mlflow.entities import LoggedModelOutput
+
             outputs = [LoggedModelOutput(model_id, tokens) for model_id, tokens in plan.links.items()]
             self._client.log_outputs(self._run.ref, outputs)
+
+    def _send_to_models(self, metrics: list[tuple[Record, str]]) -> None:
+        """Send what is of the run and of a model of it."""
+        if not metrics:
+            return
+        from mlflow.entities import Metric
+
+        made = [Metric(r.key, r.value, r.time_ms, r.tokens, model_id=model) for r, model in metrics]
+        for at in range(0, len(made), _BATCH):
+            self._client.log_batch(self._run.ref, metrics=made[at : at + _BATCH])
 
     def _create_model(self, checkpoint: Checkpoint) -> None:
         params = {
@@ -287,9 +298,7 @@ class Teller:
         return {file.path: file.file_size for file in self._client.list_artifacts(self._run.ref, FOLDER)}
 
     def _set_tags(self, tags: Mapping[str, str]) -> None:
-        from mlflow.entities import RunTag
-
-        self._client.log_batch(self._run.ref, tags=[RunTag(key, value) for key, value in tags.items()])
+        self._client.log_texts(self._run.ref, {}, tags)
 
 
 def _model_tags(run_id: str, checkpoint: Checkpoint) -> dict[str, str]:

@@ -544,6 +544,25 @@ def test_answers_that_are_lost_while_it_tells_make_nothing_twice(
 
 
 @pytest.mark.soak
+def test_a_run_without_evaluations_needs_no_mlflow_on_the_way_to_a_server(
+    server: Tracker, log: Log, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its import takes two seconds and 100 MB: points, alerts and tables arrive without it."""
+    bench = Bench(log, server, tmp_path / "state", capsys)
+    log.segment(config={"lr": 0.1}).train(0, 300).alert(200, metric="train/loss", value=9.5).checkpoint(300)
+    code = (
+        "import sys\ntry:\n from llmtrack.sync.cli import main; main()\n"
+        "finally:\n print('mlflow' in sys.modules, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, *bench.arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.split()[-1] == "False"
+    assert json.loads(done.stdout)[0]["notes"] == []
+    run = bench.only("canonical")
+    assert [row["rule"] for row in table(bench, run, "alerts.json")] == ["spike"]
+    assert [point[:2] for point in under(run, "alert/")] == [("alert/spike/train/loss", 200)]
+
+
 def test_a_server_needs_no_more_than_skinny(
     server: Tracker, log: Log, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
