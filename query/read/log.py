@@ -24,6 +24,7 @@ from llmtrack.writer.format import (
     RUN_FOLDER,
     SEALED_SUFFIX,
     SEGMENT_FOLDER,
+    check_root,
     part_name,
 )
 from llmtrack.writer.log.stream import Damage, RawPart, read_raw_part
@@ -152,8 +153,7 @@ class Log:
                 f"there is no folder {root}",
                 hint="give the folder that holds the run_id=... folders with --root DIR or LLMTRACK_DIR",
             )
-        if RUN_FOLDER.fullmatch(root.name) and any(SEGMENT_FOLDER.fullmatch(name) for name in list_names(str(root))):
-            raise UsageError(f"{root} is the folder of a run, not a root", hint=f"give {root.parent}")
+        check_root(root)
         self.root = root
         self._look = check_sealed if check else parse_sealed if footers else look_at_sealed
         self._runs: dict[str, dict[int, _Segment]] = {}

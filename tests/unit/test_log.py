@@ -104,10 +104,12 @@ def test_a_root_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> No
         Log(tmp_path / "nowhere")
 
 
-def test_the_folder_of_a_run_is_no_root(tmp_path: Path, folder: Path) -> None:
-    """Who names a run's own folder is told to name the one above."""
-    with pytest.raises(UsageError, match=f"try: give {tmp_path}"):
-        Log(folder.parent)
+def test_the_folder_of_a_run_is_no_root(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who names a run's own folder is told to name the one above, also from within it."""
+    monkeypatch.chdir(folder.parent)
+    for root in (folder.parent, Path()):
+        with pytest.raises(UsageError, match=f"try: give {tmp_path}"):
+            Log(root)
 
 
 def test_what_is_not_ours_is_ignored(tmp_path: Path, folder: Path) -> None:
