@@ -72,6 +72,20 @@ def test_spikes_of_just_eight_deviations_are_found() -> None:
     assert result.late() <= 0.02 * result.found
 
 
+def test_one_point_alone_is_found_where_the_noise_is_gaussian() -> None:
+    """At eight deviations most of them, with the noise of the point itself on top; at ten nearly all."""
+    found = {8: 0, 10: 0}
+    for seed in range(20):
+        quiet = curves.loss(seed, 6000, sigma=0.02, ramp=False, spikes=0, shifts=0).values
+        places = [2000 + seed, 4000 + seed]
+        for height in found:
+            values = quiet.copy()
+            values[places] += height * 0.02
+            found[height] += len(set(places) & set(curves.raised(LossSpike(), values.tolist())))
+    assert found[8] >= 22
+    assert found[10] >= 37
+
+
 def test_noise_with_heavy_tails_raises_the_threshold_by_itself() -> None:
     """One point in a hundred with three times the noise: some alerts at the beginning, not hundreds."""
     many = (curves.loss(seed, 20_000, spikes=0, shifts=0, tail=0.01) for seed in range(4000, 4005))

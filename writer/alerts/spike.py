@@ -74,7 +74,7 @@ class LossSpike(NoisyDetector):
         self,
         metric: str = LOSS,
         *,
-        threshold: float = 7.0,
+        threshold: float = 6.0,
         pair_threshold: float = 4.0,
         chance: float = 2e-6,
         pair_chance: float = 3e-4,
