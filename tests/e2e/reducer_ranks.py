@@ -287,6 +287,19 @@ def ids(job: Job) -> None:
             dist.barrier()
 
 
+def many_alerts(job: Job) -> None:
+    """Rank 0 raises alerts one after another, and on the last rank what was gathered seems never to arrive."""
+    with job.run() as run:
+        reducer = Reducer(run, every=1)
+        if job.rank == job.world_size - 1:
+            reducer._ids._is_ready = lambda: False  # type: ignore[method-assign]
+        for step in range(1, 61):
+            reducer.mean("train/loss", float(step))
+            if job.rank == 0 and step in {10, 11, 20, 33}:
+                run.alert("spike", f"at step {step}", step, step)
+            reducer.step(step, step, batch_ids=[f"rank {job.rank} step {step}"])
+
+
 def checkpointed(job: Job) -> tuple[int, dict[str, float]]:
     """A checkpoint comes in the middle of a window; what has arrived at the end can be printed."""
     with job.run() as run:
@@ -450,6 +463,7 @@ _SCENARIOS: dict[str, Callable[[Job], Any]] = {
             collectives,
             burst,
             ids,
+            many_alerts,
             checkpointed,
             subgroups,
             destroyed,

@@ -27,7 +27,7 @@ _PROGRAM = Path(__file__).with_name("reducer_ranks.py")
 _JOB_LIMIT_S = 300.0
 _EVERYWHERE = (
     *("ragged", "micro_batches", "stages", "extremes", "any_order", "different_from_the_start", "different_later"),
-    *("collectives", "burst", "ids", "checkpointed", "destroyed", "fsdp", "refused"),
+    *("collectives", "burst", "ids", "many_alerts", "checkpointed", "destroyed", "fsdp", "refused"),
 )
 _SCENARIOS = {
     2: (*_EVERYWHERE, "different_alike", "different_setups", "ddp", "different_steps"),
@@ -223,6 +223,12 @@ def test_around_an_alert_the_log_has_the_ids_of_all_ranks(job: Job) -> None:
         names = [f"all-{step}"] if step > 86 else [f"rank {rank} step {step} {part}" for part in range(2)]
         assert (row["batch_ids"], row["position"], row["tokens"]) == (names, step, step * 10)
     assert {key for key in batches if key[0] > 86} == {(87, 0), (88, 0)}
+
+
+def test_alerts_one_after_another_bring_the_ids_of_every_rank_once(job: Job) -> None:
+    """All ranks begin to gather at the same steps, however late one of them sees what arrived: otherwise they hang."""
+    batches = [(row["step"], row["rank"]) for row in job.log("many_alerts")["batches"]]
+    assert sorted(batches) == [(step, rank) for step in range(1, 42) for rank in range(job.world_size)]
 
 
 def test_a_burst_comes_to_all_ranks_at_once(job: Job) -> None:

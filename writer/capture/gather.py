@@ -46,7 +46,9 @@ class IdsOfRanks:
         self._bytes = max(min(_BYTES, _ALL_BYTES // len(ranks)), 256)
         self._steps: deque[StepIds] = deque(maxlen=_KEPT_STEPS)
         self._ids = 0
-        self._wanted_step: int | None = None  # of an alert
+        self._wanted: list[int] = []  # steps of alerts
+        self._sent_step = -1  # the newest step whose ids were gathered
+        self._next_step = 0  # when the next gathering may begin
         self._work: dist.Work | None = None
         self._copied: torch.cuda.Event | None = None
         self._gathered: Any = None  # a tensor on its way
@@ -72,22 +74,42 @@ class IdsOfRanks:
     def want(self, step: int) -> None:
         """Have the ids around a step gathered, when those after it are known; called on every rank."""
         if self._rank is not None:
-            self._wanted_step = step
+            self._wanted.append(step)
 
     def step(self, step: int) -> None:
-        """Start what is due, on every rank; at log steps."""
-        wanted = self._wanted_step
-        if wanted is not None and self._gathered is None and step >= wanted + _AFTER:
-            self._wanted_step = None
-            self._start(torch.frombuffer(bytearray(self._message(wanted)), dtype=torch.uint8))
+        """Start what is due, on every rank; at log steps.
+
+        Raises:
+            RuntimeError: A rank is gone.
+        """
+        due = [wanted for wanted in self._wanted if wanted + _AFTER <= step]
+        # By the step alone: what has arrived by now differs from rank to rank, and all of them must begin together.
+        if not due or step < self._next_step:
+            return
+        self._take()  # it began steps ago
+        self._wanted = [wanted for wanted in self._wanted if wanted not in due]
+        self._next_step = step + _AFTER
+        message = self._message(max(due))
+        self._sent_step = max(self._sent_step, max(due) + _AFTER)
+        self._start(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
     def take(self) -> None:
         """Give the run what has arrived; on rank 0, at any step, without waiting."""
-        if self._gathered is None or not self._is_ready():
+        if self._gathered is not None and self._is_ready():
+            self._take()
+
+    def _take(self) -> None:
+        if self._gathered is None:
             return
-        if self._work is not None:
-            self._work.wait()
-        rows, self._gathered, self._work, self._copied = self._gathered, None, None, None
+        rows, work, copied = self._gathered, self._work, self._copied
+        self._gathered = self._work = self._copied = None
+        try:
+            if work is not None:
+                work.wait()
+            if copied is not None:
+                copied.synchronize()
+        except RuntimeError:  # a rank is gone: the next reduction finds that too, and says so
+            return
         if not self._writes:
             return
         sent = dict(zip(self._ranks.numbers, [_decode(bytes(row.tolist())) for row in rows], strict=True))
@@ -107,7 +129,9 @@ class IdsOfRanks:
         """Return the ids of the steps around a step, as many as fit, the nearest first."""
         near = sorted(self._steps, key=lambda item: abs(item.step - wanted))
         entries: list[list[Any]] = [
-            [item.step, item.tokens, item.position, list(item.ids)] for item in near if item.step <= wanted + _AFTER
+            [item.step, item.tokens, item.position, list(item.ids)]
+            for item in near
+            if self._sent_step < item.step <= wanted + _AFTER
         ]
         data = _encode(entries)
         while len(data) > self._bytes - _LENGTH_BYTES and entries:

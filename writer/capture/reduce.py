@@ -304,11 +304,11 @@ class Reducer:
         if self._is_off:
             return
         self._measure(tokens, windows)
-        self._ids.step(step)
         alert, self._alert = self._alert, 0
         if self.cadence is not None and self.cadence.take_request():
             alert = alert or step + 1
         try:
+            self._ids.step(step)
             reduction = Reduction(
                 windows,
                 self._ranks,
