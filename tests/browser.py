@@ -55,7 +55,8 @@ class Browser:
         commands_out, self._commands = os.pipe()
         self._answers, answers_in = os.pipe()
         # Chromium takes its commands from file descriptor 3 and answers on 4.
-        become = "import os, sys; a, b = map(int, sys.argv[1:3]); os.dup2(b, 14); os.dup2(a, 3); os.dup2(14, 4); "
+        become = "import os, sys; from fcntl import F_DUPFD, fcntl; "
+        become += "a, b = (fcntl(int(one), F_DUPFD, 10) for one in sys.argv[1:3]); os.dup2(a, 3); os.dup2(b, 4); "
         become += "os.execv(sys.argv[3], sys.argv[3:])"
         self._process = subprocess.Popen(
             [

@@ -219,7 +219,7 @@ def test_a_signal_handler_may_finish_the_run_in_the_middle_of_log(
         trainer.log(2_000)
     segment = read_segment(find_segment(storage.root))
     steps = segment.steps()
-    assert 0 < len(steps) < 60_000
+    assert from_step - 1 <= len(steps) < 60_000  # the row of that step may not have been taken yet
     assert steps == list(range(1, len(steps) + 1))
     assert segment.end["exit"] == "preempted"
     assert segment["gaps"] == []

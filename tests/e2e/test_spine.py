@@ -76,7 +76,8 @@ def test_mlflow_holds_exactly_the_settled_points_and_beside_them_the_superseded_
 def test_the_example_names_its_batches_and_keeps_what_detectors_learned(tmp_path: Path) -> None:
     """What people copy has it: a loss that becomes NaN is an alert with the bytes that every rank was trained on."""
     torch = pytest.importorskip("torch")
-    arguments = [*_SMALL, "--max-tokens", "3000", "--checkpoint-every", "1000", "--learning-rate", "1e30"]
+    # Long enough for the other rank's ids to arrive: an alert is raised when its row is written, after half a second.
+    arguments = [*_SMALL, "--max-tokens", "120000", "--checkpoint-every", "1000", "--learning-rate", "1e30"]
     arguments += ["--root", str(tmp_path / "runs"), "--checkpoint-dir", str(tmp_path / "checkpoints")]
     with Training(arguments) as training:
         output = list(training.lines())
