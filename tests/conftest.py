@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ import pytest
 
 # Read when the clients are imported, which may be at collection: nothing here is to call home.
 os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", DO_NOT_TRACK="true", WANDB_ERROR_REPORTING="false")
+
+# A shell starts what is to run in the background with Ctrl-C ignored, and what a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is slow for a moment, and that is no failure. Derandomisation under CI stays as Hypothesis has it.
 hypothesis.settings.register_profile("llmtrack", deadline=None)
