@@ -384,6 +384,7 @@ def train(args: argparse.Namespace) -> None:
                     run.checkpoint(path, step=step, tokens=tokens)
                 say(ranks, f"saved {path}  held-out loss {held_out_loss:.4f}")
     if dist.is_initialized():
+        dist.barrier()  # a rank that exits while Gloo still cleans up behind its last collective may be aborted
         dist.destroy_process_group()
 
 
