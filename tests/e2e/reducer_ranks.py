@@ -292,12 +292,35 @@ def many_alerts(job: Job) -> None:
     with job.run() as run:
         reducer = Reducer(run, every=1)
         if job.rank == job.world_size - 1:
-            reducer._ids._is_ready = lambda: False  # type: ignore[method-assign]
+            # What arrives late on one rank only cannot be had in another way.
+            reducer._ids._is_ready = lambda: False  # type: ignore[method-assign]  # of this one object
         for step in range(1, 61):
             reducer.mean("train/loss", float(step))
             if job.rank == 0 and step in {10, 11, 20, 33}:
                 run.alert("spike", f"at step {step}", step, step)
             reducer.step(step, step, batch_ids=[f"rank {job.rank} step {step}"])
+
+
+def killed_while_gathering(job: Job) -> None:
+    """The last rank is killed where the ids around an alert are gathered."""
+    with job.run() as run:
+        reducer = Reducer(run, every=1)
+        for step in range(1, 31):
+            if job.rank == 0 and step == 10:
+                run.alert("spike", "the loss doubled", step, step)
+            if step == 18:  # eight steps after the alert
+                assert reducer._reduction is not None
+                reducer._reduction.wait()
+                dist.barrier()
+                if job.rank == job.world_size - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            if step == 19:
+                assert reducer._ids._work is not None
+                while not reducer._ids._work.is_completed():  # it fails before anything else asks for it
+                    time.sleep(0.01)
+            reducer.mean("train/loss", float(step))
+            reducer.step(step, step, batch_ids=[f"rank {job.rank} step {step}"])
+            run.log({"of rank 0": float(step)}, step=step, tokens=step)
 
 
 def checkpointed(job: Job) -> tuple[int, dict[str, float]]:
@@ -470,6 +493,7 @@ _SCENARIOS: dict[str, Callable[[Job], Any]] = {
             ddp,
             fsdp,
             killed,
+            killed_while_gathering,
             different_steps,
         ),
     )

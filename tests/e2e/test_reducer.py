@@ -335,3 +335,18 @@ def test_a_rank_that_dies_keeps_no_other_longer_than_without_llmtrack(tmp_path: 
     assert log.series("slowest")[:3] == [1.0] * 3
     assert log.end["exit"] == "failed"
     assert time.monotonic() - started_s < _JOB_LIMIT_S
+
+
+def test_a_rank_that_dies_while_ids_are_gathered_ends_no_training(tmp_path: Path) -> None:
+    """The gathering is given up with the reductions, which say so; what rank 0 logs itself goes on."""
+    ranks = start(tmp_path, 2, "killed_while_gathering", GROUP_TIMEOUT_S=str(_GROUP_TIMEOUT_S))
+    try:
+        ranks[0].communicate(timeout=_JOB_LIMIT_S)
+    finally:
+        ranks[1].send_signal(signal.SIGKILL)
+        ranks[1].communicate()
+    log = read_segment(find_segment(tmp_path / "killed_while_gathering"))
+    assert log.series("of rank 0") == [float(step) for step in range(1, 31)]
+    assert log.series("train/loss")[:16] == [float(step) for step in range(1, 17)]
+    assert [row["rule"] for row in log["alerts"] if row["phase"] == "raised"] == ["spike", "reducer"]
+    assert log.end["exit"] == "finished"
