@@ -324,12 +324,8 @@ def read_written(root: Path, run_id: str, segment: int) -> Written:
     """
     folder = segment_folder(root, run_id, segment)
     newest: dict[str, int] = {}
-    try:
-        for name in os.listdir(folder):  # noqa: PTH208 - thousands of sealed parts: plain strings
-            if match := PART_FILE.fullmatch(name):
-                newest[match[1]] = max(newest.get(match[1], 0), int(match[2]))
-    except OSError:
-        return {}
+    for table, part, _ in _parts(folder):
+        newest[table] = max(newest.get(table, 0), part)
     written = {}
     for table, part in newest.items():
         try:
@@ -350,12 +346,9 @@ def read_newest_seq(root: Path, run_id: str, segment: int) -> int:
     """
     folder = segment_folder(root, run_id, segment)
     parts: dict[str, list[tuple[int, str]]] = {}
-    try:
-        for name in os.listdir(folder):  # noqa: PTH208 - as above
-            if (match := PART_FILE.fullmatch(name)) and match[1] in SCHEMAS:
-                parts.setdefault(match[1], []).append((int(match[2]), name))
-    except OSError:
-        return 0
+    for table, part, name in _parts(folder):
+        if table in SCHEMAS:
+            parts.setdefault(table, []).append((part, name))
     return max(
         (
             next((seq for _, name in sorted(names, reverse=True) if (seq := _last_seq(folder / name))), 0)
@@ -363,6 +356,15 @@ def read_newest_seq(root: Path, run_id: str, segment: int) -> int:
         ),
         default=0,
     )
+
+
+def _parts(folder: Path) -> list[tuple[str, int, str]]:
+    """Return table, number and file name of the parts in a segment's folder; none when it cannot be listed now."""
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - thousands of sealed parts: plain strings
+    except OSError:
+        return []
+    return [(match[1], int(match[2]), name) for name in names if (match := PART_FILE.fullmatch(name))]
 
 
 def _last_seq(part: Path) -> int:
