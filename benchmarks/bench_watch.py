@@ -31,6 +31,9 @@ import psutil
 import llmtrack
 
 _RENEWED_BYTES = 210e6
+_RESTS = 3  # stretches in a row
+_REST_S = 10.0
+_REST_SHARE = 0.01  # of a core
 _SYNC = (sys.executable, "-c", "from llmtrack.sync.cli import main; main()")
 
 
@@ -93,13 +96,14 @@ def _wait_until_idle(folder: Path, process: psutil.Process) -> None:
     record = path.with_suffix(".json")
     runs = len(list((folder / "root").glob("run_id=*")))
     _until(lambda: _complete(record) >= runs)
-    rest = 0
-    while rest < 3:  # noqa: PLR2004 - times ten seconds
+    rests = 0
+    while rests < _RESTS:
         before = process.cpu_times()
-        time.sleep(10)
+        time.sleep(_REST_S)  # the stretch that is measured
         after = process.cpu_times()
-        # A hundredth of a core is rest; one that is starved by others and asks for the rest of the runs has more.
-        rest = rest + 1 if after.user + after.system - before.user - before.system < 0.1 else 0  # noqa: PLR2004 - seconds
+        # One that is starved by others and asks for the rest of the runs has more.
+        used_s = after.user + after.system - before.user - before.system
+        rests = rests + 1 if used_s < _REST_SHARE * _REST_S else 0
 
 
 def _wait_until_renewed(process: psutil.Process) -> None:

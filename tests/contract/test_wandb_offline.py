@@ -221,7 +221,7 @@ def test_a_sync_killed_at_any_moment_writes_every_row_once(offline: Offline, kil
         while process.poll() is None and time.monotonic() < until:
             if list(offline.folder.glob(".llmtrack/staging/*/wandb/*/*.wandb" if n % 2 else ".llmtrack/*/run.rows")):
                 break
-            time.sleep(0.002)
+            time.sleep(0.002)  # between two looks: another process is waited for, which tells nobody
         process.kill()
         process.wait()
     offline.sync()
